@@ -1,0 +1,27 @@
+"""swa_pass: sliding-window attention on ring buffers, for any Hugging Face model.
+
+    model = swa_pass.apply(model)
+"""
+
+from __future__ import annotations
+
+from . import ops  # registers the operators
+from .api import apply, backend, explain, revert, rewrite, warmup
+from .cache import HybridCache
+from .spec import LayerSpec, Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HybridCache",
+    "LayerSpec",
+    "Report",
+    "__version__",
+    "apply",
+    "backend",
+    "explain",
+    "ops",
+    "revert",
+    "rewrite",
+    "warmup",
+]

@@ -1,0 +1,218 @@
+"""The public functions. Thin: each checks its input, then calls the part that does the work."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from types import MethodType
+from typing import Any
+
+import torch
+
+from .capture import discover
+from .compat import cache_argument, generate_cache_key, output_cache
+from .log import logger
+from .passes import Rewrite, rewrite_graph
+from .runtime import Runtime, inner_compiler
+from .spec import LayerSpec, Report
+
+_KEY = "_swa_pass"
+_HOOKS = ("forward", "_prepare_cache_for_generation")
+
+
+def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int = 16) -> Any:
+    """Makes a Hugging Face decoder run its sliding-window layers on ring buffers. Returns the same object.
+
+    Nothing is captured yet: that happens at the first call, or in `warmup`. Weights, config, dtype and state_dict stay
+    as they are; `revert` takes everything back.
+
+    Args:
+        backend: compiler behind the pass: ``"inductor"``, ``"eager"``, any Dynamo backend name, or a callable
+            ``(graph_module, example_inputs) -> callable``. None: Inductor where a C++ compiler is found, else eager.
+        strict: raise when a layer could not be rewritten, instead of one warning.
+        slack: tokens by which a ring can be rolled back exactly.
+
+    Raises:
+        TypeError: not a model with a config and a forward.
+        ValueError: a model that this cannot work for (encoder-decoder, not causal, training mode, window <= 0).
+    """
+    if runtime_of(model) is not None:
+        return model
+    _check(model)
+    if slack < 0:
+        raise ValueError(f"slack must be >= 0 tokens, got {slack}")
+    if not _may_slide(model):
+        logger.warning("swa_pass: %s has no sliding layer; it is left unchanged.", type(model).__name__)
+        return model
+    runtime = Runtime(model, resolve_backend(backend), strict, slack)
+    model.__dict__[_KEY] = runtime
+    model.forward = MethodType(_wrapped_forward(type(model).forward), model)
+    if hasattr(model, "_prepare_cache_for_generation"):
+        model._prepare_cache_for_generation = MethodType(_prepare_cache_for_generation, model)
+    return model
+
+
+def revert(model: Any) -> Any:
+    """The stock model again. Graphs and caches are dropped."""
+    runtime = model.__dict__.pop(_KEY, None)
+    if runtime is not None:
+        for name in _HOOKS:
+            model.__dict__.pop(name, None)
+        if getattr(runtime.stock, "__func__", None) is not type(model).forward:
+            model.forward = runtime.stock  # somebody else's hook was there before us
+    return model
+
+
+def explain(model: Any) -> Report:
+    """What each layer's attention is, what is done with it and why, and the KV bytes. ``print(report)`` is a table."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        _check(model)
+        specs: tuple[LayerSpec, ...] = discover(model, model.forward)
+        return Report(type(model).__name__, specs, slack=16)
+    specs = tuple(_as_compiled(spec, runtime) for spec in runtime.specs)
+    notes = [runtime.failure] if runtime.failure else []
+    notes += [f"the {step.kind} step runs eager: {step.failed}" for step in runtime.steps.values() if step.failed]
+    return Report(type(model).__name__, specs, runtime.slack, tuple(notes))
+
+
+def warmup(model: Any, batch: int = 1, length: int = 32) -> None:
+    """Captures and compiles now: one prefill of `length` tokens and two decode steps for `batch` rows."""
+    runtime = runtime_of(model)
+    if runtime is None:
+        raise ValueError("warmup needs an applied model: call swa_pass.apply(model) first")
+    if batch < 1 or length < 1:
+        raise ValueError(f"warmup needs batch >= 1 and length >= 1, got batch={batch}, length={length}")
+    started = time.perf_counter()
+    ids = torch.zeros(batch, length, dtype=torch.int64, device=next(model.parameters()).device)
+    with torch.no_grad():
+        output = model(input_ids=ids, use_cache=True, **_last_logits(model))
+        for _ in range(2):
+            kwargs = {runtime.cache_name: output_cache(output)}
+            output = model(input_ids=ids[:, :1], use_cache=True, **kwargs, **_last_logits(model))
+    logger.info("swa_pass: captured and compiled in %.1f s", time.perf_counter() - started)
+
+
+def rewrite(graph: torch.fx.GraphModule) -> Rewrite:
+    """Runs the passes on a captured graph, in place, and returns what they did."""
+    return rewrite_graph(graph)
+
+
+def backend(inner: Any = "inductor") -> Any:
+    """A Dynamo backend: the passes, then `inner`. For ``torch.compile(model, backend=swa_pass.backend(...))``."""
+
+    @functools.wraps(dynamo_backend)
+    def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        rewrite_graph(gm)
+        return inner_compiler(inner)(gm, inputs)
+
+    return compile_graph
+
+
+def dynamo_backend(gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    """Registered as the Dynamo backend ``"swa_pass"``."""
+    rewrite_graph(gm)
+    return inner_compiler("inductor")(gm, inputs)
+
+
+# ------------------------------------------------------------------------------------------------ hooks on the model
+
+
+def runtime_of(model: Any) -> Runtime | None:
+    return getattr(model, "__dict__", {}).get(_KEY)
+
+
+def _wrapped_forward(stock: Any) -> Any:
+    @functools.wraps(stock)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self.__dict__[_KEY](args, kwargs)
+
+    return forward
+
+
+def _prepare_cache_for_generation(
+    self: Any, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Gives `generate` a HybridCache, unless the caller chose a cache, an implementation, or none."""
+    runtime: Runtime = self.__dict__[_KEY]
+    original = type(self)._prepare_cache_for_generation
+    key = generate_cache_key(self)
+    chosen = generation_config.cache_implementation
+    given = any(model_kwargs.get(name) is not None for name in (key, "cache", "past_key_values"))
+    if chosen is not None:
+        from .log import say_once
+
+        say_once(self, f"swa_pass: stock path: cache_implementation={chosen!r} was asked for and is used")
+    if given or chosen is not None or generation_config.use_cache is False or self.training or not runtime.active:
+        return original(self, generation_config, model_kwargs, *args, **kwargs)
+    max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
+    model_kwargs[key] = runtime.make_cache(hint=max_length)
+    return None
+
+
+# ------------------------------------------------------------------------------------------------ checks
+
+
+def _check(model: Any) -> None:
+    config = getattr(model, "config", None)
+    if not isinstance(model, torch.nn.Module) or config is None or not hasattr(config, "get_text_config"):
+        raise TypeError(f"swa_pass works on transformers models; got {type(model).__name__}")
+    name = type(model).__name__
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"{name} is an encoder-decoder model; swa_pass works on decoder-only models")
+    text = config.get_text_config(decoder=True)
+    if getattr(text, "is_decoder", True) is False or getattr(text, "is_causal", True) is False:
+        raise ValueError(f"{name} is not causal (its config says so); there is no decoding to speed up")
+    if cache_argument(model.forward) is None:
+        raise ValueError(f"{name}.forward takes no KV cache, so it is no decoder that swa_pass can work on")
+    if model.training:
+        raise ValueError(f"{name} is in training mode; call model.eval() before swa_pass.apply(model)")
+    window = getattr(text, "sliding_window", None)
+    if isinstance(window, int) and window < 1:
+        raise ValueError(f"{name} has sliding_window={window}; a window holds at least one key, the query's own")
+
+
+def _may_slide(model: Any) -> bool:
+    """A shortcut to decline, never a proof: a config without any word of a window belongs to a global model."""
+    config = model.config.get_text_config(decoder=True).to_dict()
+    for name, value in config.items():
+        if ("window" in name or "sliding" in name or "local" in name) and isinstance(value, int) and value:
+            return True
+        if isinstance(value, (list, tuple)) and any("sliding" in str(v) for v in value):
+            return True
+    return False
+
+
+def resolve_backend(backend: Any) -> Any:
+    """Inductor needs a C++ compiler on CPU; without one its first call would fail."""
+    if backend is not None:
+        return backend
+    from .ops.build import _find_compiler
+
+    if _find_compiler() is None:
+        logger.warning("swa_pass: no C++ compiler found; graphs run without Inductor (install g++ or clang++)")
+        return "eager"
+    return "inductor"
+
+
+def _last_logits(model: Any) -> dict[str, Any]:
+    import inspect
+
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
+
+
+def _as_compiled(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
+    """What was proven, corrected by what the compiled graphs really hold."""
+    from dataclasses import replace
+
+    for step in runtime.steps.values():
+        for rewritten in step.rewrites:
+            if spec.action == "rewritten" and spec.index not in rewritten.fused:
+                finding = next((f for f in rewritten.findings if f.layer == spec.index), None)
+                why = finding.refusal if finding is not None and finding.refusal else "its cache access did not match"
+                return replace(spec, action="refused", reason=f"in the {step.kind} graph: {why}")
+    return spec
+
+
+logging.getLogger("swa_pass").addHandler(logging.NullHandler())

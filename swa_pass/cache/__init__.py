@@ -1,0 +1,6 @@
+"""The hybrid KV cache: ring policy (integers), layers (tensors), the transformers adapter."""
+
+from .hybrid import DEFAULT_SLACK, HybridCache, cache_bytes
+from .ring import RingPolicy
+
+__all__ = ["DEFAULT_SLACK", "HybridCache", "RingPolicy", "cache_bytes"]

@@ -1,0 +1,313 @@
+"""One layer's keys and values behind the transformers cache-layer protocol: a ring, or a linear store.
+
+Used without the graph pass, `update` returns keys in time order and `get_mask_sizes` describes them, so any model
+computes the right thing with its own masks:
+
+    eager   lengths are Python ints and slices are exact: (past the next query sees) + (new tokens)
+    traced  lengths are tensors and widths are constant. A ring of W gives W - 1 + q keys that begin at position
+            ``max(seen - (W - 1), 0)``; while the ring fills, what lies beyond the newest token is zeros, and the
+            causal part of the model's mask hides it. A linear store gives its whole capacity, zeros past the end.
+
+Traced calls never read a Python length, so a graph does not depend on where it was captured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..compat import CacheLayerMixin
+from .ring import RingPolicy, capacity_for
+
+
+@dataclass
+class Clock:
+    """What all layers of one cache share.
+
+    lengths: (B,) int64, tokens seen before this step; rows advance together.  starts: (B,) int64, first real token of
+    each row (left pads before it are invisible to fused attention).  hint: tokens the cache is expected to hold.
+    max_length: hard limit on tokens of linear stores set by the user.  managed: the caller advances `lengths` after
+    the step; otherwise the last layer does, inside the graph.
+    """
+
+    last: int
+    slack: int
+    hint: int = 0
+    max_length: int | None = None
+    lengths: Tensor | None = None
+    starts: Tensor | None = None
+    managed: bool = False
+    stale: bool = False  # a traced step moved `lengths`; Python lengths follow at the next eager access
+
+    def ensure(self, batch: int, seen: int, device: torch.device) -> None:
+        """Makes the per-row tensors for `batch` rows. Normal tensors also under inference_mode."""
+        if self.lengths is None or self.lengths.shape[0] != batch:
+            with torch.inference_mode(False):
+                self.lengths = torch.full((batch,), seen, dtype=torch.int64, device=device)
+                self.starts = torch.zeros(batch, dtype=torch.int64, device=device)
+
+
+class StoreLayer(CacheLayerMixin):
+    """Keys and values of one layer. `k_store` (B, kv_heads, C, head_dim) and `v_store` are written in place.
+
+    window: keys a query sees, self included, or None for a linear store that keeps everything.
+    """
+
+    is_compileable = False
+
+    def __init__(self, index: int, window: int | None, clock: Clock) -> None:
+        self.index = index
+        self.window = window or 0
+        self.is_sliding = window is not None
+        self.clock = clock
+        self.policy = RingPolicy(window, clock.slack if window is not None else 0)
+        self.k_store: Tensor | None = None
+        self.v_store: Tensor | None = None
+
+    def __repr__(self) -> str:
+        kind = f"ring of {self.window}+{self.policy.slack}" if self.is_sliding else "linear"
+        return f"layer {self.index}: {kind}, {self.policy.seen} tokens seen, {self.policy.capacity} slots"
+
+    # ------------------------------------------------------------------ storage
+
+    @property
+    def is_initialized(self) -> bool:  # type: ignore[override]
+        return self.k_store is not None
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.k_store is None else self.k_store.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(s.numel() * s.element_size() for s in (self.k_store, self.v_store) if s is not None)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Allocates the stores for tokens shaped like these; `Cache.early_initialization` calls it with none."""
+        self.reserve(key_states, value_states, key_states.shape[-2])
+
+    def reserve(self, like_k: Tensor, like_v: Tensor, new: int) -> None:
+        """Makes room for `new` tokens shaped like (B, kv_heads, any, head_dim). Checks everything, then allocates."""
+        if self.k_store is not None:
+            self._check(like_k, self.k_store, "keys")
+            self._check(like_v, self.v_store, "values")
+        limit = self.clock.max_length
+        if not self.is_sliding and limit is not None and self.policy.seen + new > limit:
+            raise ValueError(
+                f"layer {self.index}: cache full: it holds {self.policy.seen} tokens of a maximum of {limit} and "
+                f"{new} more were given. Use a larger max_length, or none (the store then grows)."
+            )
+        capacity = self.policy.capacity_needed(new)
+        if self.k_store is None:
+            expected = self.clock.hint if limit is None or self.is_sliding else limit
+            capacity = max(capacity, capacity_for(expected, self.policy.window, self.policy.slack))
+        self.clock.ensure(like_k.shape[0], self.policy.seen, like_k.device)
+        if self.k_store is not None and capacity == self.policy.capacity:
+            return
+        k_store, v_store = _allocate(like_k, capacity), _allocate(like_v, capacity)
+        if self.k_store is not None and self.v_store is not None:
+            before, kept = self.policy, (self.policy.floor, self.policy.high)
+            after = replace(before, capacity=capacity)
+            for old, grown in ((self.k_store, k_store), (self.v_store, v_store)):
+                _fill(grown, after.runs(*kept), _read(old, before.runs(*kept), None))
+        self.policy.capacity = capacity
+        self.k_store, self.v_store = k_store, v_store
+
+    def _check(self, new: Tensor, store: Tensor | None, what: str) -> None:
+        assert store is not None
+        seen = (new.shape[0], new.shape[1], new.shape[3], new.dtype, new.device)
+        held = (store.shape[0], store.shape[1], store.shape[3], store.dtype, store.device)
+        if seen != held:
+            names = ("batch", "kv_heads", "head_dim", "dtype", "device")
+            wrong = "; ".join(f"{n} {s} given, {h} stored" for n, s, h in zip(names, seen, held, strict=True) if s != h)
+            raise ValueError(f"layer {self.index}: {what} do not fit the cache: {wrong}. Use a new cache, or reset it.")
+
+    # ------------------------------------------------------------------ transformers protocol
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Takes new keys (B, kv_heads, q, head_dim) and values, returns those that the queries may see, in time order."""
+        if torch.compiler.is_compiling():
+            return self._update_traced(key_states, value_states)
+        return self._update_eager(key_states, value_states)
+
+    def _update_eager(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self._catch_up()
+        new, policy = k.shape[-2], self.policy
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise RuntimeError(
+                f"layer {self.index}: this cache writes in place and cannot carry gradients. Call the model under "
+                "torch.no_grad(), or pass a stock DynamicCache for training."
+            )
+        self.reserve(k, v, new)
+        assert self.k_store is not None and self.v_store is not None
+        if not self.is_sliding:
+            _write(self.k_store, k, policy, new)
+            _write(self.v_store, v, policy, new)
+            policy.advance(new)
+            self._tick(new)
+            return self.k_store[:, :, : policy.seen], self.v_store[:, :, : policy.seen]
+        visible = policy.visible()
+        keys, values = _read(self.k_store, visible, k), _read(self.v_store, visible, v)
+        _write(self.k_store, k, policy, new)
+        _write(self.v_store, v, policy, new)
+        policy.advance(new)
+        self._tick(new)
+        return keys, values
+
+    def _update_traced(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        clock = self.clock
+        if self.k_store is None or self.v_store is None or clock.lengths is None:
+            raise RuntimeError(
+                f"layer {self.index}: a compiled call needs allocated stores. Call cache.early_initialization(...) first, "
+                "or run the prompt eagerly."
+            )
+        ops = torch.ops.swa_pass
+        keys = ops.view.default(self.k_store, k, clock.lengths, self.window, self.index, clock.starts)
+        values = ops.view.default(self.v_store, v, clock.lengths, self.window, self.index, clock.starts)
+        ops.append.default(k, v, self.k_store, self.v_store, clock.lengths, window=self.window)
+        if self.index == clock.last and not clock.managed:
+            clock.lengths.add_(k.shape[-2])
+            clock.stale = True
+        return keys, values
+
+    def _tick(self, new: int) -> None:
+        """The last layer moves the shared tensor of lengths."""
+        if self.index == self.clock.last and self.clock.lengths is not None:
+            self.clock.lengths.fill_(self.policy.seen)
+
+    def _catch_up(self) -> None:
+        """Python lengths after traced steps that nobody counted (a user's own torch.compile)."""
+        if self.clock.stale and self.clock.lengths is not None:
+            seen = int(self.clock.lengths[0])
+            self.policy.advance(max(seen - self.policy.seen, 0))
+
+    def get_seq_length(self) -> Any:
+        """Tokens *seen*, not tokens stored: an int, or a 0-dim tensor inside a graph."""
+        if torch.compiler.is_compiling() and self.clock.lengths is not None:
+            return self.clock.lengths[0]
+        self._catch_up()
+        return self.policy.seen
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
+        """(number of keys that `update` returns, absolute position of the first)."""
+        if torch.compiler.is_compiling() and self.clock.lengths is not None and self.k_store is not None:
+            if not self.is_sliding:
+                return self.k_store.shape[2], 0
+            return self.window - 1 + query_length, torch.clamp(self.clock.lengths[0] - (self.window - 1), min=0)
+        self._catch_up()
+        reach = self.policy.reach
+        return reach + query_length, self.policy.seen - reach
+
+    def get_max_length(self) -> int:
+        if self.is_sliding:
+            return self.window
+        return self.clock.max_length if self.clock.max_length is not None else -1
+
+    # ------------------------------------------------------------------ life cycle
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        self._catch_up()
+        return self.policy.max_rollback() >= min(self.policy.seen, max(self.clock.slack, 1))
+
+    def check_crop(self, tokens: int) -> None:
+        """Raises if `tokens` cannot be taken back exactly. Changes nothing."""
+        self._catch_up()
+        if tokens > self.policy.max_rollback():
+            raise ValueError(
+                f"layer {self.index}: cannot take back {tokens} tokens: {self.policy.seen} were seen and the ring of "
+                f"window {self.window} + slack {self.policy.slack} allows {self.policy.max_rollback()}. Use a larger "
+                "slack, or call activate_past_recording() before the tokens that may be taken back."
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Takes back ``-tokens_to_remove`` tokens; negative, as in transformers."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        self.check_crop(-tokens_to_remove)
+        self.policy.rollback(-tokens_to_remove)
+        if self.clock.lengths is not None:
+            self.clock.lengths.fill_(self.policy.seen)
+
+    def activate_past_recording(self) -> None:
+        """From now on (and after every crop) nothing that a crop may need is evicted: the ring grows instead."""
+        self._catch_up()
+        self.policy.record()
+
+    def reset(self) -> None:
+        """Forgets all tokens; the memory stays."""
+        self.policy.reset()
+
+    def select_rows(self, rows: Tensor, in_place: bool = False) -> None:
+        """Makes row i a copy of old row ``rows[i]``. In place keeps the addresses (same batch size)."""
+        if self.k_store is None or self.v_store is None:
+            return
+        rows = rows.to(self.k_store.device)
+        k, v = self.k_store.index_select(0, rows), self.v_store.index_select(0, rows)
+        if in_place:
+            self.k_store.copy_(k)
+            self.v_store.copy_(v)
+        else:
+            self.k_store, self.v_store = _mark(k), _mark(v)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.select_rows(beam_idx, in_place=beam_idx.numel() == self.batch_size)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if self.k_store is not None:
+            self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if self.k_store is not None:
+            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
+            self.select_rows(torch.as_tensor(rows))
+
+    # ------------------------------------------------------------------ looking inside
+
+    @property
+    def keys(self) -> Tensor | None:  # type: ignore[override]
+        """Keys that the next query sees, in time order (a copy for a ring)."""
+        return None if self.k_store is None else _read(self.k_store, self.policy.visible(), None)
+
+    @property
+    def values(self) -> Tensor | None:  # type: ignore[override]
+        return None if self.v_store is None else _read(self.v_store, self.policy.visible(), None)
+
+
+def _allocate(like: Tensor, capacity: int) -> Tensor:
+    """An uninitialised store: only written slots are ever read. A normal tensor also under inference_mode, so that a
+    cache may be carried from one mode into the other."""
+    with torch.inference_mode(False):
+        shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
+        return _mark(torch.empty(shape, dtype=like.dtype, device=like.device))
+
+
+def _mark(store: Tensor) -> Tensor:
+    """Growth must not recompile: the capacity is a symbol in every graph."""
+    torch._dynamo.maybe_mark_dynamic(store, 2)
+    return store
+
+
+def _write(store: Tensor, new: Tensor, policy: RingPolicy, tokens: int) -> None:
+    skip, runs = policy.writes(tokens)
+    _fill(store, runs, new[:, :, skip:])
+
+
+def _fill(store: Tensor, runs: list[tuple[int, int]], tokens: Tensor) -> None:
+    """Writes `tokens`, in time order, into slot ranges."""
+    done = 0
+    for first, stop in runs:
+        store[:, :, first:stop].copy_(tokens[:, :, done : done + stop - first])
+        done += stop - first
+
+
+def _read(store: Tensor, runs: list[tuple[int, int]], new: Tensor | None) -> Tensor:
+    parts = [store[:, :, first:stop] for first, stop in runs]
+    if new is not None:
+        parts.append(new)
+    if not parts:
+        return store[:, :, :0]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)

@@ -1,0 +1,215 @@
+"""Captures a model's forward as one graph and finds out what each layer's attention really is.
+
+Dynamo traces the model with a cache whose every layer keeps everything and whose length is a *tensor*. transformers
+then builds its masks inside the graph, as formulas over an unknown position (with Python lengths it would skip masks
+below the window, and the layer would look global). The graph is never run: two tokens, no weights read, no memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from .compat import Cache, CacheLayerMixin, cache_argument
+from .graph import example, shape_of
+from .log import logger
+from .passes import Finding, find_sites
+from .passes.find import UnmatchedView, unmatched_views
+from .spec import LayerSpec
+
+#: Capacity of the stores that the probe pretends to have; any value, nothing is allocated or computed.
+_PROBE_SLOTS = 320
+#: New tokens in the probe: more than one, so that decode shortcuts do not hide the mask.
+_PROBE_TOKENS = 3
+
+
+class CaptureError(RuntimeError):
+    """The forward could not be captured as one graph; the message says why."""
+
+
+class _Captured(Exception):
+    """Stops a call after tracing, before anything runs."""
+
+    def __init__(self, graph: GraphModule) -> None:
+        self.graph = graph
+
+
+class ProbeLayer(CacheLayerMixin):
+    """A linear store that exists only while tracing."""
+
+    is_sliding = False
+    is_compileable = False
+
+    def __init__(self, index: int, lengths: Tensor) -> None:
+        self.index = index
+        self.lengths = lengths
+        self.is_initialized = False
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        return None
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        ops = torch.ops.swa_pass
+        stores = []
+        for new in (key_states, value_states):
+            batch, kv_heads, _, head_dim = new.shape
+            stores.append(new.new_empty(batch, kv_heads, _PROBE_SLOTS, head_dim))
+        keys = ops.view.default(stores[0], key_states, self.lengths, 0, self.index)
+        values = ops.view.default(stores[1], value_states, self.lengths, 0, self.index)
+        ops.append.default(key_states, value_states, stores[0], stores[1], self.lengths, window=0)
+        return keys, values
+
+    def get_seq_length(self) -> Any:
+        return self.lengths[0]
+
+    def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
+        return _PROBE_SLOTS, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class ProbeCache(Cache):
+    """A cache of `ProbeLayer`, as many as the model asks for."""
+
+    def __init__(self, layers: int, device: torch.device) -> None:
+        lengths = torch.full((1,), _PROBE_SLOTS // 2, dtype=torch.int64, device=device)
+        super().__init__(layers=[ProbeLayer(i, lengths) for i in range(layers)])
+
+
+def capture(model: Any, forward: Any) -> GraphModule:
+    """The forward of `model` as one Dynamo graph, with a probe cache.
+
+    Raises:
+        CaptureError: the forward takes no cache, or Dynamo cannot trace it as one graph.
+    """
+    name = cache_argument(forward)
+    if name is None:
+        raise CaptureError("the model's forward takes no cache argument")
+    device = next(model.parameters()).device
+    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    kwargs = {
+        "input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
+        name: ProbeCache(layers, device),
+        "use_cache": True,
+    }
+
+    def stop(gm: GraphModule, inputs: list[Any]) -> Any:
+        def run(*_: Any) -> Any:
+            raise _Captured(gm)
+
+        return run
+
+    started = time.perf_counter()
+    with torch.no_grad(), _untouched_dynamo():
+        try:
+            torch.compile(own_code(call), backend=stop, fullgraph=True, dynamic=False)(forward, kwargs)
+        except _Captured as captured:
+            logger.info("captured the forward in %.1f s", time.perf_counter() - started)
+            return captured.graph
+        except Exception as error:
+            raise CaptureError(f"Dynamo could not capture the forward as one graph: {first_line(error)}") from error
+    raise CaptureError("the forward ran without reaching a graph")
+
+
+@contextmanager
+def _untouched_dynamo() -> Iterator[None]:
+    """A capture must not fail because of limits that earlier compilations of the user used up."""
+    with torch._dynamo.config.patch(suppress_errors=False):
+        yield
+
+
+def call(forward: Any, kwargs: dict[str, Any]) -> Any:
+    return forward(**kwargs)
+
+
+def own_code(function: Any) -> Any:
+    """A copy of a function with a code object of its own: Dynamo keeps graphs and limits per code object."""
+    import types
+
+    copy = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+
+
+def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
+    """What each cache layer's attention is, proven from the captured graph's own masks.
+
+    Returns one spec per cache layer; `action` is what the run-time graphs are expected to do.
+    """
+    gm = capture(model, forward)
+    findings = find_sites(gm)
+    specs = [_spec(group) for group in _by_layer(findings).values()]
+    specs += [_unmatched(view) for view in unmatched_views(gm, findings)]
+    specs.sort(key=lambda spec: spec.index)
+    if [spec.index for spec in specs] != list(range(len(specs))):
+        raise CaptureError(f"the model writes cache layers {[spec.index for spec in specs]}, not 0, 1, 2, ...")
+    return tuple(specs)
+
+
+def _by_layer(findings: list[Finding]) -> dict[int, list[Finding]]:
+    groups: dict[int, list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault(finding.layer, []).append(finding)
+    return groups
+
+
+def _spec(group: list[Finding]) -> LayerSpec:
+    first = group[0]
+    refusal = next((f.refusal for f in group if f.refusal), "")
+    if not refusal and any(f.mask != first.mask for f in group):
+        refusal = f"{len(group)} attentions read this layer's keys under different masks"
+    keys, values = example(first.keys.new), example(first.values.new)
+    kind, action, reason = first.mask.kind, "rewritten", ""
+    if refusal:
+        kind, action, reason = "other", "refused", refusal
+    elif kind == "full":
+        action, reason = "kept", "global attention: every earlier key is visible, so there is nothing to evict"
+    return LayerSpec(
+        index=first.layer,
+        kind=kind,
+        window=None if refusal else first.mask.window,
+        action=action,
+        reason=reason,
+        heads=int(shape_of(first.site.query)[1]),
+        kv_heads=int(keys.shape[1]),
+        head_dim=int(keys.shape[3]),
+        v_head_dim=int(values.shape[3]),
+        k_dtype=keys.dtype,
+        v_dtype=values.dtype,
+        device=keys.device,
+        scale=float(first.site.scale) if isinstance(first.site.scale, (int, float)) else 0.0,
+        softcap=first.site.softcap,
+        sinks=first.site.sinks is not None,
+    )
+
+
+def _unmatched(view: UnmatchedView) -> LayerSpec:
+    keys, values = example(view.keys.args[1]), example(view.values.args[1])
+    return LayerSpec(
+        index=view.layer,
+        kind="other",
+        window=None,
+        action="refused",
+        reason=view.reason,
+        heads=0,
+        kv_heads=int(keys.shape[1]),
+        head_dim=int(keys.shape[3]),
+        v_head_dim=int(values.shape[3]),
+        k_dtype=keys.dtype,
+        v_dtype=values.dtype,
+        device=keys.device,
+    )

@@ -1,0 +1,139 @@
+"""Small helpers to look at FX nodes the same way in Dynamo, AOT and export graphs."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .formula import Lin
+
+_OPERATOR_NAMES = {
+    operator.add: "add",
+    operator.iadd: "add",
+    operator.sub: "sub",
+    operator.mul: "mul",
+    operator.neg: "neg",
+    operator.and_: "and",
+    operator.or_: "or",
+    operator.invert: "not",
+    operator.ge: "ge",
+    operator.gt: "gt",
+    operator.le: "le",
+    operator.lt: "lt",
+    operator.eq: "eq",
+    operator.ne: "ne",
+    operator.getitem: "getitem",
+}
+_ALIASES = {
+    "bitwise_and": "and",
+    "logical_and": "and",
+    "__and__": "and",
+    "bitwise_or": "or",
+    "logical_or": "or",
+    "__or__": "or",
+    "bitwise_not": "not",
+    "logical_not": "not",
+    "view": "reshape",
+    "_to_copy": "to",
+    "subtract": "sub",
+}
+
+
+def op_name(node: Node) -> str:
+    """Canonical name of what a node does, the same for functions, methods and ATen overloads."""
+    if node.op == "call_method":
+        name = str(node.target)
+    elif node.op == "call_function":
+        target: Any = node.target
+        if target in _OPERATOR_NAMES:
+            return _OPERATOR_NAMES[target]
+        if isinstance(target, torch._ops.OpOverload):
+            if target.namespace != "aten":
+                return f"{target.namespace}::{target.overloadpacket.__name__}"
+            name = target.overloadpacket.__name__
+        elif isinstance(target, torch._ops.OpOverloadPacket):
+            name = target.__name__
+        else:
+            name = getattr(target, "__name__", str(target))
+    else:
+        return node.op
+    return _ALIASES.get(name, name)
+
+
+def example(node: Any) -> Any:
+    """Fake value of a node: Dynamo keeps it under ``example_value``, AOT and export under ``val``."""
+    if isinstance(node, Node):
+        return node.meta.get("example_value", node.meta.get("val"))
+    return node
+
+
+def shape_of(node: Any) -> tuple[Any, ...]:
+    value = example(node)
+    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+
+
+def integer(value: Any) -> Lin | None:
+    """A Python int, a SymInt or a node that holds one, as a linear form; None if it is not linear."""
+    value = example(value)
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        return None
+    if isinstance(value, int):
+        return Lin(value)
+    terms: dict[Any, int] = {}
+    const = 0
+    for symbol, coefficient in value.node.expr.as_coefficients_dict().items():
+        if not coefficient.is_Integer:
+            return None
+        if symbol.is_Number:
+            const += int(symbol) * int(coefficient)
+        else:
+            terms[("size", str(symbol))] = int(coefficient)
+    return Lin.build(const, terms)
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """Argument of a call by position or by name."""
+    if name in node.kwargs:
+        return node.kwargs[name]
+    return node.args[position] if position < len(node.args) else default
+
+
+def has_side_effect(node: Node) -> bool:
+    """Whether a node must stay although nobody uses its value: it writes, or it is the graph's border."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op == "call_method":
+        return str(node.target).endswith("_") and not str(node.target).endswith("__")
+    if node.op == "call_function":
+        target: Any = node.target
+        if target is operator.setitem:
+            return True
+        if target in _OPERATOR_NAMES:  # and_, or_, ... end in an underscore and write nothing
+            return False
+        schema = getattr(target, "_schema", None)
+        if schema is not None:
+            return bool(schema.is_mutable)
+        return getattr(target, "__name__", "").endswith("_") or node.is_impure()
+    return node.op == "call_module"
+
+
+def erase_all_unused(gm: GraphModule) -> int:
+    """Erases every node whose value nobody uses and that writes nothing."""
+    return erase_unused(gm, [node for node in gm.graph.nodes if not node.users])
+
+
+def erase_unused(gm: GraphModule, candidates: list[Node]) -> int:
+    """Erases `candidates` and, backwards, their inputs, as far as nothing uses them. Returns how many went."""
+    queue, erased = list(candidates), 0
+    while queue:
+        node = queue.pop()
+        if node._erased or node.users or has_side_effect(node):
+            continue
+        inputs = list(node.all_input_nodes)
+        gm.graph.erase_node(node)
+        erased += 1
+        queue.extend(inputs)
+    return erased

@@ -1,0 +1,139 @@
+"""Proves what an attention mask is: full causal, sliding causal with W, or something we do not touch.
+
+The mask's formula (see `reader`) is a statement about a query index and a key index. With the absolute positions of
+both given as linear forms, ``d = query position - key position`` is the only thing that a causal or a sliding mask may
+depend on, and a conjunction of bounds on ``d`` is decided exactly, for *all* positions:
+
+    d >= 0                          full causal
+    d >= 0  and  d <= W - 1         sliding causal: W keys, the query's own included
+    anything else                   named, and refused
+
+Nothing is probed numerically and no configuration is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+
+from .formula import And, AtLeastZero, Field, Formula, Lin, Not, Opaque, Or, Select, broadcast_at, conjunction, is_one
+from .reader import read
+
+#: An additive mask hides a key with a number at or below this: after softmax the weight is exactly zero for any
+#: score that a float16 attention can hold (scores are below 65504, and exp(-1e4) is 0 in float32).
+ADDITIVE_HIDDEN = -1e4
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Verdict about a mask.
+
+    kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self) or ``"unknown"``.
+    reason: for ``"unknown"``, which part of the formula could not be proven.
+    """
+
+    kind: str
+    window: int | None = None
+    reason: str = ""
+
+
+def unknown(reason: str) -> Mask:
+    return Mask("unknown", None, reason)
+
+
+def prove(
+    mask: Node, query_offset: Lin, key_offset: Lin, queries: Any = None, memo: dict[Node, Field] | None = None
+) -> Mask:
+    """Decides about a mask tensor of shape (..., queries, keys).
+
+    Args:
+        mask: the graph's mask node, boolean (True = visible) or additive.
+        query_offset: absolute position of query index 0; query ``i`` is at ``query_offset + i``.
+        key_offset: absolute position of key index 0.
+        queries: number of queries; with 1 (decode) the query index is 0.
+        memo: fields already read in this graph.
+    """
+    field = read(mask, memo)
+    if not 2 <= field.ndim <= 4:
+        return unknown(f"the mask has {field.ndim} dimensions")
+    query = Lin(0) if is_one(queries) else Lin.symbol("q")
+    index = (Lin.symbol("batch"), Lin.symbol("head"), query, Lin.symbol("k"))[-field.ndim :]
+    return decide(broadcast_at(field, index), query_offset + query, key_offset + Lin.symbol("k"))
+
+
+def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
+    """Decides about a formula, given the absolute positions of query and key as linear forms."""
+    formula = _visible(formula)
+    if isinstance(formula, Mask):
+        return formula
+    parts = formula.parts if isinstance(formula, And) else (formula,)
+    lower: int | None = None  # d >= lower
+    upper: int | None = None  # d <= upper
+    for part in parts:
+        if part is True or _always(part):
+            continue
+        if part is False:
+            return unknown("the mask hides every key")
+        if not isinstance(part, AtLeastZero):
+            return unknown(_describe(part))
+        with_d = part.lin - (query - key)
+        against_d = part.lin + (query - key)
+        if with_d.is_const:  # d + c >= 0
+            bound = -with_d.const
+            lower = bound if lower is None else max(lower, bound)
+        elif against_d.is_const:  # -d + c >= 0
+            bound = against_d.const
+            upper = bound if upper is None else min(upper, bound)
+        else:
+            return unknown(f"the mask depends on more than the distance of query and key: {part}")
+    if lower is None:
+        return unknown("the mask lets a query see later keys (it is not causal)")
+    if lower != 0:
+        return unknown(f"the mask hides the {lower} nearest keys" if lower > 0 else f"it sees {-lower} keys ahead")
+    if upper is None:
+        return Mask("full")
+    if upper < 0:
+        return unknown("the mask hides every key")
+    return Mask("sliding", window=upper + 1)
+
+
+def _visible(formula: Formula) -> Any:
+    """The condition under which a key is visible, for boolean and additive masks."""
+    if isinstance(formula, (bool, And, Or, Not, AtLeastZero)):
+        return formula
+    if isinstance(formula, Opaque):
+        return unknown(f"the mask comes from {formula.why}, which is not proven")
+    if isinstance(formula, Select):
+        shown, hidden = formula.a, formula.b
+        if isinstance(shown, float) and shown == 0.0 and isinstance(hidden, float) and hidden <= ADDITIVE_HIDDEN:
+            return _visible(formula.condition)
+        if isinstance(shown, Select) and isinstance(hidden, float) and hidden <= ADDITIVE_HIDDEN:
+            inner = _visible(shown)
+            return inner if isinstance(inner, Mask) else conjunction(_visible(formula.condition), inner)
+        return unknown(f"the additive mask holds values other than 0 and a large negative number: {formula}")
+    return unknown(f"the mask is neither boolean nor additive: {formula}")
+
+
+def _always(part: Formula) -> bool:
+    """True for an atom that holds because every symbol in it (an index, a size) is at least zero."""
+    if not isinstance(part, AtLeastZero) or part.lin.const < 0:
+        return False
+    return all(c > 0 and _never_negative(key) for key, c in part.lin.terms)
+
+
+def _never_negative(symbol: Any) -> bool:
+    if symbol in ("batch", "head", "q", "k"):
+        return True
+    if isinstance(symbol, tuple) and symbol[0] == "max":
+        return any(part.is_const and part.const >= 0 for part in symbol[1:])
+    return isinstance(symbol, tuple) and symbol[0] == "size"
+
+
+def _describe(part: Formula) -> str:
+    if isinstance(part, Opaque):
+        return f"part of the mask comes from {part.why}, which is not proven"
+    if isinstance(part, Or):
+        return f"the mask also shows keys by another rule: {part}"
+    return f"part of the mask is not understood: {part}"

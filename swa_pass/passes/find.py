@@ -1,0 +1,107 @@
+"""Finds attention sites that read a HybridCache and proves what their masks are. Changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import GraphModule, Node
+
+from ..formula import Field
+from ..graph import example, op_name, shape_of
+from ..masks import Mask, prove, unknown
+from ..patterns import ATTENTION, AttentionSite, kv_view
+from ..patterns.kv_view import KVView
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One attention site. `refusal` is empty when `mask` is proven and the site may be rewritten."""
+
+    layer: int
+    site: AttentionSite
+    keys: KVView
+    values: KVView
+    mask: Mask
+    refusal: str
+
+    @property
+    def heads(self) -> int:
+        return int(shape_of(self.site.query)[1])
+
+
+def find_sites(gm: GraphModule) -> list[Finding]:
+    memo: dict[Node, Field] = {}  # one mask per layer type: read once, not once per layer
+    verdicts: dict[tuple[object, ...], Mask] = {}
+    findings = []
+    for node in gm.graph.nodes:
+        for idiom in ATTENTION:
+            site = idiom.match(node)
+            if site is None:
+                continue
+            keys, values = kv_view.find(site.key), kv_view.find(site.value)
+            if keys is None or values is None:
+                continue  # not an attention on our cache (a vision tower, cross attention)
+            problem = idiom.validate(site) or _mismatch(site, keys, values)
+            mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
+            refusal = problem or mask.reason or _wrong_window(mask, keys)
+            findings.append(Finding(keys.layer, site, keys, values, mask, refusal))
+    return findings
+
+
+def _prove_once(
+    site: AttentionSite, keys: KVView, memo: dict[Node, Field], verdicts: dict[tuple[object, ...], Mask]
+) -> Mask:
+    where = (site.mask, keys.query_offset, keys.key_offset)
+    if where not in verdicts:
+        verdicts[where] = prove(site.mask, keys.query_offset, keys.key_offset, shape_of(site.query)[2], memo)
+    return verdicts[where]
+
+
+def _mismatch(site: AttentionSite, keys: KVView, values: KVView) -> str:
+    """What about the operands does not fit a fused attention."""
+    if (keys.layer, keys.lengths, keys.window, keys.groups) != (
+        values.layer,
+        values.lengths,
+        values.window,
+        values.groups,
+    ):
+        return f"keys come from cache layer {keys.layer} and values from cache layer {values.layer}"
+    heads, kv_heads = shape_of(site.query)[1], shape_of(keys.new)[1]
+    if not site.grouped and keys.groups * kv_heads != heads:
+        return f"{heads} query heads do not match {kv_heads} kv heads repeated {keys.groups} times"
+    if site.grouped and heads % kv_heads:
+        return f"{heads} query heads are not a multiple of {kv_heads} kv heads"
+    if example(site.query).dtype != example(keys.new).dtype:
+        return f"queries are {example(site.query).dtype} and keys are {example(keys.new).dtype}"
+    return ""
+
+
+def _wrong_window(mask: Mask, keys: KVView) -> str:
+    """A ring may only serve the window that it was made for; a linear store serves every mask."""
+    if keys.window and mask.window != keys.window:
+        return f"the cache keeps a window of {keys.window} keys, but the mask shows {mask.window or 'all'} of them"
+    return ""
+
+
+@dataclass(frozen=True)
+class UnmatchedView:
+    """A cache layer whose keys are used by something that is no known attention idiom."""
+
+    layer: int
+    keys: Node
+    values: Node
+    reason: str
+
+
+def unmatched_views(gm: GraphModule, findings: list[Finding]) -> list[UnmatchedView]:
+    known = {f.layer for f in findings}
+    views: dict[int, list[Node]] = {}
+    for node in gm.graph.nodes:
+        if kv_view.is_view(node) and node.args[4] not in known:
+            views.setdefault(node.args[4], []).append(node)
+    result = []
+    for layer, nodes in views.items():
+        users = sorted({op_name(user) for node in nodes for user in node.users})
+        reason = f"the keys and values go into {', '.join(users) or 'nothing'}, which is no attention idiom that is known"
+        result.append(UnmatchedView(layer, nodes[0], nodes[-1], reason))
+    return result

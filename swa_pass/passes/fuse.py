@@ -1,0 +1,89 @@
+"""Replaces proven attention sites by attention on the store in place, fused with the write of the new tokens.
+
+    before   keys = view(k_store, k_new)   values = view(v_store, v_new)   append(k_new, v_new, k_store, v_store)
+             mask = ...                    out = attention(q, repeat(keys), repeat(values), mask)
+    after    out = attend_append(q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, ...)
+
+Several layers may read the same view (layers that share another layer's keys). Each becomes an ``attend``, which reads
+the store as it was before this step, so the ``append`` moves behind the last of them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import torch
+from torch.fx import GraphModule, Node
+
+from ..graph import erase_all_unused, erase_unused, op_name
+from .find import Finding
+
+
+def fuse_sites(gm: GraphModule, findings: list[Finding]) -> list[int]:
+    """Fuses, layer by layer, where *every* reader of the layer's keys is proven. Returns the fused layers."""
+    by_layer: dict[int, list[Finding]] = defaultdict(list)
+    for finding in findings:
+        by_layer[finding.layer].append(finding)
+    fused = []
+    for layer, group in sorted(by_layer.items()):
+        append = _append_of(group[0])
+        if append is None or any(f.refusal for f in group) or not _only_readers(group, append):
+            continue
+        _fuse_layer(gm, group, append)
+        fused.append(layer)
+    if fused:
+        erase_all_unused(gm)  # masks of the fused layers, once the last of their users is gone
+        gm.graph.lint()
+        gm.recompile()
+    return fused
+
+
+def _append_of(finding: Finding) -> Node | None:
+    writes = [user for user in finding.keys.store.users if op_name(user) == "swa_pass::append"]
+    if len(writes) != 1:
+        return None
+    append = writes[0]
+    expected = (finding.keys.new, finding.values.new, finding.keys.store, finding.values.store, finding.keys.lengths)
+    return append if tuple(append.args[:5]) == expected else None
+
+
+def _only_readers(group: list[Finding], append: Node) -> bool:
+    """Whether nothing but these sites reads the stores, so that moving the write cannot be seen."""
+    first = group[0]
+    views = {first.keys.node, first.values.node}
+    if any({f.keys.node, f.values.node} != views for f in group):
+        return False
+    users = {*first.keys.store.users, *first.values.store.users}
+    return users <= {*views, append}
+
+
+def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
+    ops = torch.ops.swa_pass
+    alone = len(group) == 1
+    for finding in group:
+        site, keys, values = finding.site, finding.keys, finding.values
+        target = ops.attend_append.default if alone else ops.attend.default
+        with gm.graph.inserting_before(site.node):
+            out = gm.graph.call_function(
+                target,
+                (site.query, keys.new, values.new, keys.store, values.store, keys.lengths, keys.starts),
+                {
+                    "window": finding.mask.window or 0,
+                    "scale": float(site.scale),
+                    "softcap": site.softcap,
+                    "sinks": site.sinks,
+                },
+            )
+        out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})
+        site.node.replace_all_uses_with(out)
+    if alone:
+        gm.graph.erase_node(append)
+    else:
+        last = max((f.site.node for f in group), key=_order(gm).__getitem__)
+        last.append(append)
+    for finding in group:
+        erase_unused(gm, [finding.site.node])
+
+
+def _order(gm: GraphModule) -> dict[Node, int]:
+    return {node: n for n, node in enumerate(gm.graph.nodes)}

@@ -1,0 +1,95 @@
+"""Where an attention's keys come from: our cache's time-ordered read, possibly repeated for grouped heads.
+
+The cache's traced `update` emits ``view(store, new, lengths, window, layer, starts)`` and one ``append``. Between the
+view and the attention there may be `repeat_kv`:
+
+    view (B, KV, S, D) -> [:, :, None] -> expand (B, KV, G, S, D) -> reshape (B, KV * G, S, D) -> attention
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from ..formula import Lin, maximum
+from ..graph import op_name, shape_of
+
+
+@dataclass(frozen=True)
+class KVView:
+    """One ``swa_pass::view`` and how often each kv head is repeated on its way to the attention."""
+
+    node: Node
+    groups: int
+
+    @property
+    def store(self) -> Node:
+        return self.node.args[0]  # type: ignore[return-value]
+
+    @property
+    def new(self) -> Node:
+        return self.node.args[1]  # type: ignore[return-value]
+
+    @property
+    def lengths(self) -> Node:
+        return self.node.args[2]  # type: ignore[return-value]
+
+    @property
+    def starts(self) -> Node | None:
+        return self.node.args[5]  # type: ignore[return-value]
+
+    @property
+    def window(self) -> int:
+        return self.node.args[3]  # type: ignore[return-value]
+
+    @property
+    def layer(self) -> int:
+        return self.node.args[4]  # type: ignore[return-value]
+
+    @property
+    def query_offset(self) -> Lin:
+        """Absolute position of the first new token: rows of a HybridCache advance together."""
+        return Lin.symbol((self.lengths.name, Lin(0)))
+
+    @property
+    def key_offset(self) -> Lin:
+        """Absolute position of the first key of the view, as the operator defines it."""
+        if self.window == 0:
+            return Lin(0)
+        return maximum(self.query_offset - Lin(self.window - 1), Lin(0))
+
+
+def is_view(node: Node) -> bool:
+    return node.op == "call_function" and op_name(node) == "swa_pass::view"
+
+
+def find(node: Node) -> KVView | None:
+    """Follows an attention's key or value back to the view it comes from, through repeat_kv only."""
+    if is_view(node):
+        return KVView(node, 1)
+    if op_name(node) != "reshape":
+        return None
+    expanded = node.args[0]
+    if not isinstance(expanded, Node) or op_name(expanded) != "expand" or len(shape_of(expanded)) != 5:
+        return None
+    inserted = expanded.args[0]
+    if not isinstance(inserted, Node) or op_name(inserted) not in ("getitem", "unsqueeze"):
+        return None
+    source = inserted.args[0]
+    if not isinstance(source, Node) or not is_view(source):
+        return None
+    batch, kv_heads, length, head_dim = shape_of(source)
+    groups = shape_of(expanded)[2]
+    repeated = (batch, kv_heads, groups, length, head_dim)
+    wanted = (batch, kv_heads * groups, length, head_dim)
+    one_inserted = (batch, kv_heads, 1, length, head_dim)
+    if not isinstance(groups, int) or _sizes(shape_of(inserted)) != _sizes(one_inserted):
+        return None
+    if _sizes(shape_of(expanded)) != _sizes(repeated) or _sizes(shape_of(node)) != _sizes(wanted):
+        return None
+    return KVView(source, groups)
+
+
+def _sizes(shape: tuple[object, ...]) -> list[str]:
+    return [str(size) for size in shape]

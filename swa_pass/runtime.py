@@ -1,0 +1,252 @@
+"""What an applied model does when it is called.
+
+    call --> stock      gradients, training, use_cache=False, a cache of the user's, output_attentions without our cache
+        \\-> eager      the stock forward on a HybridCache: correct for any mask, not fast (holes in the mask, images)
+         \\-> compiled  Dynamo's graph of the forward after our passes: one for prefill (q > 1), one for decode (q = 1)
+
+The 2D attention mask never enters a compiled graph: left padding becomes one integer per row (`starts`), which the
+fused attention takes; every other mask runs eager. So one graph serves padded and unpadded batches alike.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import HybridCache
+from .capture import CaptureError, call, discover, first_line, own_code
+from .compat import CACHE_NAMES, cache_argument
+from .log import logger, say_once
+from .passes import Rewrite, rewrite_graph
+from .spec import LayerSpec
+
+#: Arguments that a compiled step takes as they are. Anything else that is set (images, labels, ...) runs eager.
+_COMPILED_ARGUMENTS = {
+    "input_ids",
+    "inputs_embeds",
+    "position_ids",
+    "attention_mask",
+    "use_cache",
+    "logits_to_keep",
+    "return_dict",
+    "output_hidden_states",
+    *CACHE_NAMES,
+}
+
+
+class NeedsTimeOrder(Exception):
+    """A padded call met a graph in which some layer still reads its keys with a mask that knows no padding."""
+
+
+class Runtime:
+    """State of one applied model: what was proven about it, and its compiled steps."""
+
+    def __init__(self, model: Any, backend: Any, strict: bool, slack: int) -> None:
+        self.model = model
+        self.backend = backend
+        self.strict = strict
+        self.slack = slack
+        self.stock: Callable[..., Any] = model.forward
+        self.parameters = list(inspect.signature(self.stock).parameters)
+        self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
+        self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
+        self.padded = False
+        self.compiled_calls = 0
+        self.failure = ""
+        self._specs: tuple[LayerSpec, ...] | None = None
+        self._specs_for: object = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
+        """A copied model gets a runtime of its own: graphs belong to the weights they were captured with."""
+        twin = Runtime.__new__(Runtime)
+        memo[id(self)] = twin
+        model = copy.deepcopy(self.model, memo)
+        vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0, failure="")
+        twin.steps = {kind: Step(twin, kind) for kind in self.steps}
+        twin._specs = twin._specs_for = None
+        return twin
+
+    # ------------------------------------------------------------------ what was proven
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """Proven at the first call, and again when dtype, device or attention implementation changed."""
+        parameter = next(self.model.parameters())
+        state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None))
+        if self._specs is None or self._specs_for != state:
+            self._specs_for, self._specs, self.failure = state, (), ""
+            try:
+                self._specs = discover(self.model, self.stock)
+            except CaptureError as error:
+                self.failure = str(error)
+            self._announce(self._specs)
+        return self._specs
+
+    @property
+    def active(self) -> bool:
+        """Whether rings are used at all: something slides, and every mask of the model is understood."""
+        specs = self.specs
+        return any(s.action == "rewritten" for s in specs) and all(s.kind != "other" for s in specs)
+
+    def _announce(self, specs: tuple[LayerSpec, ...]) -> None:
+        refused = [s for s in specs if s.action == "refused"]
+        if self.failure or refused:
+            what = self.failure or f"{len(refused)} of {len(specs)} layers refused, first layer {refused[0].index}: " + (
+                refused[0].reason
+            )
+            if self.strict:
+                raise RuntimeError(f"swa_pass (strict): {what}")
+            logger.warning("swa_pass: %s. The model runs its stock path; swa_pass.explain(model) lists every layer.", what)
+        elif not any(s.kind == "sliding" for s in specs):
+            logger.warning("swa_pass: no layer of this model slides (proven from its masks); it runs its stock path.")
+        else:
+            rings = sum(s.action == "rewritten" for s in specs)
+            logger.info("swa_pass: %d of %d layers slide and run on rings", rings, len(specs))
+
+    # ------------------------------------------------------------------ a call
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if torch.compiler.is_compiling():
+            return self.stock(*args, **kwargs)
+        kwargs = {**dict(zip(self.parameters, args)), **kwargs}
+        why_stock = self._why_stock(kwargs)
+        if why_stock is not None:
+            if why_stock:
+                say_once(self.model, f"swa_pass: stock path: {why_stock}")
+            return self.stock(**kwargs)
+        tokens = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        batch, new = tokens.shape[:2]
+        cache = self._cache_of(kwargs)
+        if cache is None:
+            cache = kwargs[self.cache_name] = self.make_cache()
+        ok, starts = left_padding(kwargs.get("attention_mask"), cache.seen, new, tokens.device)
+        step = self.steps["decode" if new == 1 else "prefill"]
+        if not ok or step.failed or not self._compilable(kwargs):
+            return self.stock(**kwargs)
+        cache.prepare(self.specs, batch, new, starts)
+        self.padded = starts is not None
+        try:
+            output = step.run({**kwargs, "attention_mask": None}, cache)
+        except NeedsTimeOrder:
+            return self.stock(**kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            step.failed = first_line(error)
+            if self.strict:
+                raise
+            logger.warning("swa_pass: the %s step could not be compiled (%s); it runs eager.", step.kind, step.failed)
+            return self.stock(**kwargs)
+        self.compiled_calls += 1
+        cache.advance(new)
+        return output
+
+    def _cache_of(self, kwargs: dict[str, Any]) -> Any:
+        for name in CACHE_NAMES:
+            if kwargs.get(name) is not None:
+                kwargs[self.cache_name] = kwargs.pop(name)
+        return kwargs.get(self.cache_name)
+
+    def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
+        """None: our path. Otherwise the stock path, with a sentence to say once (empty: nothing to say)."""
+        cache = self._cache_of(kwargs)
+        if cache is not None and not isinstance(cache, HybridCache):
+            return f"the caller's {type(cache).__name__} is used as it is"
+        if self.model.training:
+            return "the model is in training mode; call model.eval() for the fast path"
+        if torch.is_grad_enabled() and any(p.requires_grad for p in self.model.parameters()):
+            return "gradients are on; call the model under torch.no_grad() for the fast path"
+        if cache is None:
+            use_cache = kwargs.get("use_cache")
+            if use_cache is None:
+                use_cache = getattr(self.model.config.get_text_config(decoder=True), "use_cache", True)
+            if not use_cache:
+                return ""
+            if isinstance(kwargs.get("attention_mask"), dict) or getattr(kwargs.get("attention_mask"), "ndim", 2) != 2:
+                return "a mask that the caller made is used as it is"
+        if kwargs.get("input_ids") is None and kwargs.get("inputs_embeds") is None:
+            return ""
+        return None if self.active else ""
+
+    def _compilable(self, kwargs: dict[str, Any]) -> bool:
+        extra = {k for k, v in kwargs.items() if k not in _COMPILED_ARGUMENTS and v is not None and v is not False}
+        return not extra and not getattr(self.model.config, "output_attentions", False)
+
+    def make_cache(self, hint: int = 0) -> HybridCache:
+        """A cache for this model: rings where sliding was proven, linear stores elsewhere."""
+        return HybridCache([s.window for s in self.specs], slack=self.slack, hint=hint)
+
+
+class Step:
+    """One compiled kind of call. `rewrites` holds what the passes did to each graph that was compiled."""
+
+    def __init__(self, runtime: Runtime, kind: str) -> None:
+        self.runtime = runtime
+        self.kind = kind
+        self.failed = ""
+        self.rewrites: list[Rewrite] = []
+        self._compiled: Any = None
+
+    def run(self, kwargs: dict[str, Any], cache: HybridCache) -> Any:
+        if self._compiled is None:
+            self._compiled = torch.compile(own_code(call), backend=self._compile, fullgraph=True)
+        for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
+            if isinstance(kwargs.get(name), Tensor):
+                kwargs[name] = plain_copy(kwargs[name])
+                if self.kind == "prefill":
+                    torch._dynamo.maybe_mark_dynamic(kwargs[name], dim % kwargs[name].ndim)
+        cache.clock.managed = True
+        try:
+            return self._compiled(self.runtime.stock, kwargs)
+        finally:
+            cache.clock.managed = False
+
+    def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        rewrite = rewrite_graph(gm)
+        self.rewrites.append(rewrite)
+        compiled = inner_compiler(self.runtime.backend)(gm, inputs)
+        if not rewrite.views_left:
+            return compiled
+        runtime = self.runtime
+
+        def guarded(*args: Any) -> Any:
+            if runtime.padded:
+                raise NeedsTimeOrder
+            return compiled(*args)
+
+        return guarded
+
+
+def inner_compiler(backend: Any) -> Callable[..., Any]:
+    """The compiler behind our pass: a callable, or the name of a registered Dynamo backend."""
+    if callable(backend):
+        return backend
+    return torch._dynamo.lookup_backend(backend)
+
+
+def plain_copy(tensor: Tensor) -> Tensor:
+    """A contiguous copy: Dynamo would compile anew for every stride that a caller's slice happens to have, and marks on
+    the caller's own tensors would outlive the call."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def left_padding(mask: Any, seen: int, new: int, device: torch.device) -> tuple[bool, Tensor | None]:
+    """Reads a 2D attention mask (B, seen + new).
+
+    Returns (True, None) without padding, (True, starts) if every row is zeros followed by ones (starts (B,) int64: the
+    number of zeros), and (False, None) for any other mask.
+    """
+    if mask is None:
+        return True, None
+    total = seen + new
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[1] < total:
+        return False, None
+    visible = mask[:, :total].to(torch.bool)
+    if visible.all():
+        return True, None
+    if not (visible[:, 1:] >= visible[:, :-1]).all():
+        return False, None
+    return True, (total - visible.sum(1)).to(device=device, dtype=torch.int64)
