@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from .capture import discover
-from .compat import cache_argument, generate_cache_key, output_cache
+from .compat import cache_argument, generate_cache_key
 from .log import logger
 from .passes import Rewrite, rewrite_graph
 from .runtime import Runtime, inner_compiler
@@ -85,12 +85,17 @@ def warmup(model: Any, batch: int = 1, length: int = 32) -> None:
     if batch < 1 or length < 1:
         raise ValueError(f"warmup needs batch >= 1 and length >= 1, got batch={batch}, length={length}")
     started = time.perf_counter()
-    ids = torch.zeros(batch, length, dtype=torch.int64, device=next(model.parameters()).device)
+    device = next(model.parameters()).device
+    ids = torch.zeros(batch, length + 2, dtype=torch.int64, device=device)
+    positions = torch.arange(length + 2, device=device).expand(batch, -1)
+    cache = runtime.make_cache(hint=length + 2)
     with torch.no_grad():
-        output = model(input_ids=ids, use_cache=True, **_last_logits(model))
-        for _ in range(2):
-            kwargs = {runtime.cache_name: output_cache(output)}
-            output = model(input_ids=ids[:, :1], use_cache=True, **kwargs, **_last_logits(model))
+        for first, stop in ((0, length), (length, length + 1), (length + 1, length + 2)):
+            kwargs: dict[str, Any] = {"input_ids": ids[:, first:stop], runtime.cache_name: cache}
+            for name, value in (("position_ids", positions[:, first:stop]), ("logits_to_keep", 1)):
+                if name in runtime.parameters:  # the arguments that `generate` passes
+                    kwargs[name] = value
+            model(**kwargs)
     logger.info("swa_pass: captured and compiled in %.1f s", time.perf_counter() - started)
 
 
@@ -194,12 +199,6 @@ def resolve_backend(backend: Any) -> Any:
         logger.warning("swa_pass: no C++ compiler found; graphs run without Inductor (install g++ or clang++)")
         return "eager"
     return "inductor"
-
-
-def _last_logits(model: Any) -> dict[str, Any]:
-    import inspect
-
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(type(model).forward).parameters else {}
 
 
 def _as_compiled(spec: LayerSpec, runtime: Runtime) -> LayerSpec:

@@ -13,8 +13,12 @@ from .formula import Lin
 _OPERATOR_NAMES = {
     operator.add: "add",
     operator.iadd: "add",
+    operator.imul: "mul",
+    operator.itruediv: "truediv",
     operator.sub: "sub",
     operator.mul: "mul",
+    operator.truediv: "truediv",
+    operator.matmul: "matmul",
     operator.neg: "neg",
     operator.and_: "and",
     operator.or_: "or",

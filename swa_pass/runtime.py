@@ -193,6 +193,7 @@ class Step:
     def run(self, kwargs: dict[str, Any], cache: HybridCache) -> Any:
         if self._compiled is None:
             self._compiled = torch.compile(own_code(call), backend=self._compile, fullgraph=True)
+        kwargs = canonical(kwargs, decode=self.kind == "decode")
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = plain_copy(kwargs[name])
@@ -225,6 +226,19 @@ def inner_compiler(backend: Any) -> Callable[..., Any]:
     if callable(backend):
         return backend
     return torch._dynamo.lookup_backend(backend)
+
+
+def canonical(kwargs: dict[str, Any], decode: bool) -> dict[str, Any]:
+    """The same call in one spelling: a graph belongs to a set of keywords, and callers differ in which defaults they
+    write out. With one query, all logits are the last logits."""
+    kept = {name: value for name, value in sorted(kwargs.items()) if value is not None}
+    kept["use_cache"] = True
+    if kept.get("return_dict") is True:
+        del kept["return_dict"]
+    keep = kept.get("logits_to_keep", 0)
+    if isinstance(keep, int) and (keep == 0 or (decode and keep == 1)):
+        kept.pop("logits_to_keep", None)
+    return kept
 
 
 def plain_copy(tensor: Tensor) -> Tensor:

@@ -80,10 +80,13 @@ class HybridCache(Cache):
         if held not in (-1, batch):
             raise ValueError(f"the cache holds {held} rows and {batch} were given. Use a new cache, or reset it.")
         for layer, spec in zip(self.layers, specs, strict=True):
+            if layer.has_room(new):
+                continue
             shape = (batch, spec.kv_heads, 0)
             like_k = torch.empty(*shape, spec.head_dim, dtype=spec.k_dtype, device=spec.device)
             like_v = torch.empty(*shape, spec.v_head_dim, dtype=spec.v_dtype, device=spec.device)
             layer.reserve(like_k, like_v, new)
+        self.clock.ensure(batch, self.layers[0].policy.seen, specs[0].device)
         assert self.clock.starts is not None
         self.clock.starts.zero_() if starts is None else self.clock.starts.copy_(starts)
 

@@ -89,6 +89,13 @@ class StoreLayer(CacheLayerMixin):
         """Allocates the stores for tokens shaped like these; `Cache.early_initialization` calls it with none."""
         self.reserve(key_states, value_states, key_states.shape[-2])
 
+    def has_room(self, new: int) -> bool:
+        """Whether `new` tokens fit as things are."""
+        limit = self.clock.max_length
+        if self.k_store is None or (limit is not None and not self.is_sliding and self.policy.seen + new > limit):
+            return False
+        return self.policy.capacity_needed(new) == self.policy.capacity
+
     def reserve(self, like_k: Tensor, like_v: Tensor, new: int) -> None:
         """Makes room for `new` tokens shaped like (B, kv_heads, any, head_dim). Checks everything, then allocates."""
         if self.k_store is not None:

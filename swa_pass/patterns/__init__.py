@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import sdpa
+from . import eager, sdpa
 from .site import AttentionSite
 
-ATTENTION: tuple[ModuleType, ...] = (sdpa,)
+ATTENTION: tuple[ModuleType, ...] = (sdpa, eager)
 
 __all__ = ["ATTENTION", "AttentionSite"]

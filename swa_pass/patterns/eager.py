@@ -1,0 +1,231 @@
+"""Attention written out: ``matmul(softmax(matmul(q, k^T) * scale + mask), v)``, with its usual extras.
+
+Read backwards from the last matmul, each step optional unless marked:
+
+    matmul(p, v)                                      required; the site
+    dropout(p), to(dtype)
+    [..., :-1]                                        drops the column of the sinks
+    softmax(s, -1)                                    required
+    s - s.amax(-1)                                    changes nothing in a softmax
+    cat([s, sinks.reshape(1, H, 1, 1).expand], -1)    sinks: one learned logit per head in the denominator
+    s + mask | where(mask, s, large negative)
+    tanh(s / cap) * cap                               softcap, before the mask
+    s * scale | s / divisor
+    matmul(q, k.transpose(2, 3))                      required
+
+Scaling of q alone is part of q. Everything else in between is refused by name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.fx import Node
+
+from ..graph import argument, example, op_name, shape_of
+from ..masks import ADDITIVE_HIDDEN
+from .site import AttentionSite
+
+_TRANSPARENT = {"to", "float", "type_as", "contiguous", "half", "bfloat16"}
+_MATMUL = {"matmul", "bmm", "__matmul__"}
+
+
+class _Stop(Exception):
+    """The chain holds something this idiom does not know; the message names it."""
+
+
+def match(node: Node) -> AttentionSite | None:
+    if op_name(node) not in _MATMUL or len(shape_of(node)) != 4:
+        return None
+    weights, value = node.args[0], node.args[1]
+    softmax, dropout, drops_column = _softmax_behind(weights)
+    if softmax is None or not isinstance(value, Node):
+        return None
+    found: dict[str, Any] = {"mask": None, "scale": 1.0, "softcap": 0.0, "sinks": None, "problem": ""}
+    scores: Any = softmax.args[0]
+    try:
+        _check_softmax(softmax, scores)
+        scores = _read_sinks(scores, drops_column, found)
+        scores = _read_scores(scores, found)
+    except _Stop as stop:
+        found["problem"] = str(stop)
+        scores = _first_matmul(softmax)
+    if not isinstance(scores, Node) or op_name(scores) not in _MATMUL:
+        return None
+    query, key = scores.args[0], _untransposed(scores.args[1])
+    if not isinstance(query, Node) or key is None:
+        return None
+    return AttentionSite(
+        node=node, query=query, key=key, value=value, is_causal=False, dropout=dropout, grouped=False, **found
+    )
+
+
+def validate(site: AttentionSite) -> str:
+    if site.problem:
+        return site.problem
+    if site.dropout != 0.0:
+        return f"attention dropout is on (p={site.dropout}); call model.eval()"
+    if site.mask is None:
+        return "the attention has no mask"
+    return ""
+
+
+def _through(node: Any) -> Any:
+    while isinstance(node, Node) and op_name(node) in _TRANSPARENT:
+        node = node.args[0]
+    return node
+
+
+def _softmax_behind(node: Any) -> tuple[Node | None, float, bool]:
+    """The softmax behind dropout, casts and the removal of a sink column."""
+    dropout, drops_column = 0.0, False
+    while isinstance(node, Node):
+        name = op_name(node)
+        if name == "softmax":
+            return node, dropout, drops_column
+        if name == "dropout":
+            if argument(node, 2, "training", True):
+                dropout = argument(node, 1, "p", 0.5)
+        elif name == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None)):
+            drops_column = True
+        elif name not in _TRANSPARENT:
+            return None, 0.0, False
+        node = node.args[0]
+    return None, 0.0, False
+
+
+def _check_softmax(softmax: Node, scores: Any) -> None:
+    dim = argument(softmax, 1, "dim", None)
+    if dim not in (-1, len(shape_of(scores)) - 1):
+        raise _Stop(f"the softmax runs over dimension {dim}, not over the keys")
+
+
+def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
+    scores = _without_maximum(_through(scores))
+    if op_name(scores) != "cat":
+        if drops_column:
+            raise _Stop("a column is dropped after the softmax that was not added before it")
+        return scores
+    parts = scores.args[0]
+    if not drops_column or len(parts) != 2 or argument(scores, 1, "dim", 0) not in (-1, 3):
+        raise _Stop("the scores are concatenated with something that is not a column of sinks")
+    sinks = _through(parts[1])
+    while isinstance(sinks, Node) and op_name(sinks) in ("expand", "reshape", *_TRANSPARENT):
+        sinks = sinks.args[0]
+    if not isinstance(sinks, Node) or [str(s) for s in shape_of(sinks)] != [str(shape_of(parts[0])[1])]:
+        raise _Stop("the sinks are not one number per head")
+    column = shape_of(parts[1])
+    if column[-1] != 1:
+        raise _Stop(f"{column[-1]} columns of sinks were added, one is known")
+    found["sinks"] = sinks
+    return parts[0]
+
+
+def _without_maximum(scores: Any) -> Any:
+    """Subtracting the row maximum leaves a softmax as it is."""
+    if not isinstance(scores, Node) or op_name(scores) != "sub" or not isinstance(scores.args[1], Node):
+        return scores
+    maximum: Any = scores.args[1]
+    while isinstance(maximum, Node) and op_name(maximum) in ("getitem", "getattr", "values"):
+        maximum = maximum.args[0]
+    if isinstance(maximum, Node) and op_name(maximum) in ("max", "amax") and maximum.args[0] is scores.args[0]:
+        if argument(maximum, 1, "dim", None) in (-1, [-1], (-1,)) and argument(maximum, 2, "keepdim", False):
+            return _through(scores.args[0])
+    return scores
+
+
+def _read_scores(scores: Any, found: dict[str, Any]) -> Any:
+    """Mask, softcap and scale, in the order in which they are undone."""
+    scores = _read_mask(_through(scores), found)
+    scores = _read_softcap(_through(scores), found)
+    inner, factor = _times_number(_through(scores))
+    found["scale"] = factor
+    inner = _through(inner)
+    if not isinstance(inner, Node) or op_name(inner) not in _MATMUL:
+        what = op_name(inner) if isinstance(inner, Node) else repr(inner)
+        raise _Stop(f"{what} stands between the scores and the softmax, which no idiom knows")
+    return inner
+
+
+def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
+    name = op_name(scores)
+    if name == "add":
+        first, second = scores.args[0], scores.args[1]
+        if not isinstance(first, Node) or not isinstance(second, Node):
+            raise _Stop("a number is added to the scores")
+        if not _holds_scores(first):
+            first, second = second, first
+        found["mask"] = second
+        if op_name(_through(first)) == "add":
+            raise _Stop("a second tensor (a position bias) is added to the scores")
+        return first
+    if name == "where":
+        condition, inner, hidden = (argument(scores, i, n, None) for i, n in enumerate(("condition", "input", "other")))
+        if isinstance(hidden, (int, float)) and hidden <= ADDITIVE_HIDDEN and _holds_scores(inner):
+            found["mask"] = condition
+            return inner
+    return scores
+
+
+def _holds_scores(node: Any) -> bool:
+    """Whether a matmul lies behind this value, through what may stand between scores and mask."""
+    for _ in range(8):
+        node = _through(node)
+        if not isinstance(node, Node):
+            return False
+        name = op_name(node)
+        if name in _MATMUL:
+            return True
+        if name not in ("mul", "truediv", "div", "tanh", "add"):
+            return False
+        node = node.args[0]
+    return False
+
+
+def _read_softcap(scores: Any, found: dict[str, Any]) -> Any:
+    inner, cap = _times_number(scores)
+    tanh = _through(inner)
+    if not isinstance(tanh, Node) or op_name(tanh) != "tanh":
+        return scores
+    inner, factor = _times_number(_through(tanh.args[0]))
+    if abs(factor * cap - 1.0) > 1e-6:
+        raise _Stop(f"a tanh with factors {factor} and {cap} is no softcap")
+    found["softcap"] = cap
+    return inner
+
+
+def _times_number(node: Any) -> tuple[Any, float]:
+    """``x * number`` or ``x / number`` as (x, factor); (node, 1.0) otherwise."""
+    if isinstance(node, Node) and len(node.args) == 2:
+        a, b = node.args
+        if op_name(node) == "mul" and isinstance(b, (int, float)):
+            return a, float(b)
+        if op_name(node) == "mul" and isinstance(a, (int, float)):
+            return b, float(a)
+        if op_name(node) in ("truediv", "div") and isinstance(b, (int, float)):
+            return a, 1.0 / float(b)
+    return node, 1.0
+
+
+def _first_matmul(node: Node) -> Any:
+    """The matmul behind a refused chain, so that the refusal can name its layer."""
+    seen, queue = set(), [node]
+    while queue:
+        current = queue.pop(0)
+        if op_name(current) in _MATMUL and current is not node and _untransposed(current.args[1]) is not None:
+            return current
+        for parent in current.all_input_nodes:
+            if parent not in seen and len(seen) < 64:
+                seen.add(parent)
+                queue.append(parent)
+    return None
+
+
+def _untransposed(node: Any) -> Node | None:
+    """``k`` from ``k.transpose(2, 3)``."""
+    node = _through(node)
+    if not isinstance(node, Node) or op_name(node) != "transpose" or example(node) is None:
+        return None
+    ndim = len(shape_of(node))
+    dims = {int(d) % ndim for d in node.args[1:3]} if len(node.args) == 3 else set()  # type: ignore[arg-type]
+    return node.args[0] if dims == {ndim - 2, ndim - 1} and isinstance(node.args[0], Node) else None
