@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import logging
+import sysconfig
 import time
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from .capture import discover
 from .compat import cache_argument, generate_cache_key
 from .log import logger
+from .ops.build import _find_compiler as find_compiler
 from .passes import Rewrite, rewrite_graph
 from .runtime import Runtime, inner_compiler
 from .spec import LayerSpec, Report
@@ -28,8 +31,9 @@ def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int =
     as they are; `revert` takes everything back.
 
     Args:
-        backend: compiler behind the pass: ``"inductor"``, ``"eager"``, any Dynamo backend name, or a callable
-            ``(graph_module, example_inputs) -> callable``. None: Inductor where a C++ compiler is found, else eager.
+        backend: compiler behind the pass for prefill and decode: ``"inductor"``, ``"eager"``, any Dynamo backend name,
+            or a callable ``(graph_module, example_inputs) -> callable``. None: Inductor for decode where a C++ compiler
+            is found, the graph as it is for prefill.
         strict: raise when a layer could not be rewritten, instead of one warning.
         slack: tokens by which a ring can be rolled back exactly.
 
@@ -45,7 +49,7 @@ def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int =
     if not _may_slide(model):
         logger.warning("swa_pass: %s has no sliding layer; it is left unchanged.", type(model).__name__)
         return model
-    runtime = Runtime(model, resolve_backend(backend), strict, slack)
+    runtime = Runtime(model, resolve_backends(backend), strict, slack)
     model.__dict__[_KEY] = runtime
     model.forward = MethodType(_wrapped_forward(type(model).forward), model)
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -189,16 +193,27 @@ def _may_slide(model: Any) -> bool:
     return False
 
 
-def resolve_backend(backend: Any) -> Any:
-    """Inductor needs a C++ compiler on CPU; without one its first call would fail."""
-    if backend is not None:
-        return backend
-    from .ops.build import _find_compiler
+def resolve_backends(backend: Any) -> dict[str, Any]:
+    """The inner compiler of each kind of step.
 
-    if _find_compiler() is None:
-        logger.warning("swa_pass: no C++ compiler found; graphs run without Inductor (install g++ or clang++)")
-        return "eager"
-    return "inductor"
+    By default Inductor compiles decode, where launching many small operations is what costs time. Prefill is spent in
+    large matrix products that Inductor leaves to the same library, so its graph runs as it is and compiles in seconds.
+    """
+    if backend is not None:
+        return {"prefill": backend, "decode": backend}
+    missing = missing_for_inductor()
+    if missing:
+        logger.warning("swa_pass: no %s found, which Inductor needs; graphs run without it.", missing)
+    return {"prefill": "eager", "decode": "eager" if missing else "inductor"}
+
+
+def missing_for_inductor() -> str:
+    """What Inductor's generated C++ needs and this machine lacks; empty if nothing."""
+    if find_compiler() is None:
+        return "C++ compiler (g++ or clang++)"
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return "Python headers (python3-dev)"
+    return ""
 
 
 def _as_compiled(spec: LayerSpec, runtime: Runtime) -> LayerSpec:

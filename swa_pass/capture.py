@@ -7,7 +7,9 @@ below the window, and the layer would look global). The graph is never run: two 
 
 from __future__ import annotations
 
+import itertools
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -129,13 +131,17 @@ def call(forward: Any, kwargs: dict[str, Any]) -> Any:
     return forward(**kwargs)
 
 
-def own_code(function: Any) -> Any:
-    """A copy of a function with a code object of its own: Dynamo keeps graphs and limits per code object."""
-    import types
+_copies = itertools.count()
 
-    copy = types.FunctionType(
-        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
-    )
+
+def own_code(function: Any) -> Any:
+    """A copy of a function with a code object and a name of its own.
+
+    Dynamo keeps graphs and its recompile limit per code object, and what it learnt about changing shapes per name and
+    line: two models must not share either.
+    """
+    code = function.__code__.replace(co_name=f"{function.__name__}_{next(_copies)}")
+    copy = types.FunctionType(code, function.__globals__, code.co_name, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 

@@ -39,6 +39,10 @@ _COMPILED_ARGUMENTS = {
 }
 
 
+#: Everything by which Dynamo says that it cannot compile, its recompile limit included.
+_DYNAMO_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
+
+
 class NeedsTimeOrder(Exception):
     """A padded call met a graph in which some layer still reads its keys with a mask that knows no padding."""
 
@@ -46,9 +50,9 @@ class NeedsTimeOrder(Exception):
 class Runtime:
     """State of one applied model: what was proven about it, and its compiled steps."""
 
-    def __init__(self, model: Any, backend: Any, strict: bool, slack: int) -> None:
+    def __init__(self, model: Any, backends: dict[str, Any], strict: bool, slack: int) -> None:
         self.model = model
-        self.backend = backend
+        self.backends = backends
         self.strict = strict
         self.slack = slack
         self.stock: Callable[..., Any] = model.forward
@@ -134,12 +138,15 @@ class Runtime:
             output = step.run({**kwargs, "attention_mask": None}, cache)
         except NeedsTimeOrder:
             return self.stock(**kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
-            step.failed = first_line(error)
+        except _DYNAMO_ERRORS as error:
             if self.strict:
                 raise
-            logger.warning("swa_pass: the %s step could not be compiled (%s); it runs eager.", step.kind, step.failed)
-            return self.stock(**kwargs)
+            output = self.stock(**kwargs)  # a caller's mistake raises here, and does not count against the step
+            step.failed = first_line(error)
+            logger.warning(
+                "swa_pass: the %s step could not be compiled and runs eager from now on: %s", step.kind, step.failed
+            )
+            return output
         self.compiled_calls += 1
         cache.advance(new)
         return output
@@ -206,9 +213,9 @@ class Step:
             cache.clock.managed = False
 
     def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        rewrite = rewrite_graph(gm)
+        rewrite = rewrite_graph(gm, lower=True)
         self.rewrites.append(rewrite)
-        compiled = inner_compiler(self.runtime.backend)(gm, inputs)
+        compiled = inner_compiler(self.runtime.backends[self.kind])(gm, inputs)
         if not rewrite.views_left:
             return compiled
         runtime = self.runtime

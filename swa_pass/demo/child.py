@@ -1,0 +1,136 @@
+"""One variant of the demo in a process of its own, so that its peak memory is its own.
+
+    python -m swa_pass.demo.child --variant applied --batches 1,8
+
+writes JSON lines on stdout: ``{"event": "phase", ...}`` while it works, ``{"event": "result", ...}`` per batch size,
+``{"event": "applied", ...}`` with the layers and the one-time costs. Everything else goes to stderr.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..api import apply, explain, warmup
+from . import measure
+from .text import Prompts, prompts
+from .weights import gemma
+
+VARIANTS = ("dynamic", "static", "applied")
+# Tokens. The compiled prefill takes prompts of any length, so a short one is enough.
+WARMUP_LENGTH = 32
+
+
+@dataclass(frozen=True)
+class Setting:
+    """variant: one of VARIANTS; new_tokens: per row; separate: read every row's text by itself; backend: see apply."""
+
+    variant: str
+    batches: tuple[int, ...]
+    new_tokens: int
+    separate: bool
+    backend: str | None
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--variant", choices=VARIANTS, required=True)
+    arguments.add_argument("--batches", default="1,8")
+    arguments.add_argument("--tokens", type=int, default=64)
+    arguments.add_argument("--threads", type=int, default=0)
+    arguments.add_argument("--separate", action="store_true")
+    arguments.add_argument("--backend")
+    given = arguments.parse_args()
+    if given.threads:
+        torch.set_num_threads(given.threads)
+    batches = tuple(int(batch) for batch in given.batches.split(","))
+    run(Setting(given.variant, batches, given.tokens, given.separate, given.backend))
+
+
+def run(setting: Setting) -> None:
+    """Loads the model, prepares the variant, and measures it at each batch size."""
+    say("phase", text="loading the model")
+    model, tokenizer = gemma()
+    full_peak = 0
+    if setting.variant == "applied":
+        prepare(model, setting)
+    else:
+        say("phase", text="warming up")
+        measure.greedy(model, torch.full((1, WARMUP_LENGTH), 100), 3, **cache_options(setting.variant, 64))
+    for batch in setting.batches:
+        texts = prompts(tokenizer, batch)
+        full_peak = max(full_peak, measure.peak_rss())
+        measure.reset_peak_rss()
+        result = one_batch(model, setting, texts)
+        full_peak = max(full_peak, measure.peak_rss())
+        say(
+            "result",
+            variant=setting.variant,
+            batch=batch,
+            prompt_tokens=texts.full.shape[1],
+            tokens=result.tokens,
+            margins=result.margins,
+            text=tokenizer.decode(result.tokens[0]),
+            first_token_s=result.first_token_s,
+            step_ms=result.step_ms,
+            tokens_per_s=result.tokens_per_s,
+            kv_bytes=measure.kv_bytes(result.cache),
+            peak_rss=measure.peak_rss(),
+            process_peak_rss=full_peak,
+            threads=torch.get_num_threads(),
+        )
+
+
+def prepare(model: Any, setting: Setting) -> None:
+    """Applies the pass and warms up, noting what each part of the one-time cost took, in seconds."""
+    cost: dict[str, float] = {}
+    started = time.perf_counter()
+    apply(model, backend=setting.backend)
+    cost["apply"] = time.perf_counter() - started
+    say("phase", text="capturing the forward and proving its masks")
+    started = time.perf_counter()
+    explain(model)
+    cost["capture and proof"] = time.perf_counter() - started
+    for batch in setting.batches:
+        say("phase", text=f"compiling for batch {batch}")
+        started = time.perf_counter()
+        warmup(model, batch, WARMUP_LENGTH)
+        cost[f"compile and warm up, batch {batch}"] = time.perf_counter() - started
+    say("applied", report=explain(model).to_dict(), cost_s=cost)
+
+
+def one_batch(model: Any, setting: Setting, texts: Prompts) -> measure.Run:
+    """Greedy continuation of every row.
+
+    One row is a plain `generate` on the whole prompt. With more rows the text, which they share, is read once and its
+    cache copied to every row; each then reads its own ending. `separate` has each row read everything.
+    """
+    batch, total = len(texts.endings), texts.full.shape[1] + setting.new_tokens
+    options = cache_options(setting.variant, total)
+    name = f"batch {batch}"
+    if batch == 1 or setting.separate:
+        say("phase", text=f"{name}: reading {texts.full.shape[1]:,} tokens a row, then writing {setting.new_tokens}")
+        return measure.greedy(model, texts.full, setting.new_tokens, **options)
+    say("phase", text=f"{name}: reading the text once, {texts.document.shape[1]:,} tokens")
+    cache = measure.greedy(model, texts.document, 1, margins=False, **options).cache
+    measure.repeat_rows(cache, batch)
+    say("phase", text=f"{name}: reading {batch} endings, then writing {setting.new_tokens} tokens a row")
+    return measure.greedy(model, texts.full, setting.new_tokens, cache=cache)
+
+
+def cache_options(variant: str, length: int) -> dict[str, Any]:
+    """GenerationConfig fields that choose the variant's cache. `length` sizes a static one, in tokens."""
+    return {"cache_implementation": "static", "max_cache_len": length} if variant == "static" else {}
+
+
+def say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event, **fields}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

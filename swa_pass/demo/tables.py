@@ -1,0 +1,114 @@
+"""The demo's tables: layers, speed and memory, whether the tokens are the same, what it costs once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .compare import describe, first_differences
+
+TITLES = {"dynamic": "stock, DynamicCache", "static": "stock, StaticCache", "applied": "swa_pass"}
+
+
+def show(console: Console, found: dict[str, Any]) -> None:
+    """Prints everything that `runner.demo` measured."""
+    console.print()
+    console.print(layers_line(found["applied"]["report"]), highlight=False)
+    console.print(speed_table(found["results"]))
+    for line in token_lines(found["results"]):
+        console.print(line, highlight=False)
+    cost = found["applied"]["cost_s"]
+    parts = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in cost.items())
+    console.print(f"One-time cost of swa_pass in this process: {sum(cost.values()):.1f} s ({parts}).", highlight=False)
+    sample = next(r for r in found["results"] if r["variant"] == "applied")
+    console.print(f"\nIt wrote: [italic]{sample['text'].strip()}[/italic]\n", highlight=False)
+    about = found["machine"]
+    console.print(
+        f"{about['cpu']}, {about['cores']} cores, {about['threads']} threads, torch {about['torch']}, transformers "
+        f"{about['transformers']}. The demo took {found['seconds']:.0f} s. Variants ran one after another; "
+        "benchmarks/decode.py interleaves them.",
+        highlight=False,
+        style="dim",
+    )
+
+
+def layers_line(report: dict[str, Any]) -> str:
+    """What was found and proven, in a few lines."""
+    layers = report["layers"]
+    rewritten = [layer for layer in layers if layer["action"] == "rewritten"]
+    windows = sorted({layer["window"] for layer in layers if layer["kind"] == "sliding"})
+    sliding = [layer["index"] for layer in layers if layer["kind"] == "sliding"]
+    full = [layer["index"] for layer in layers if layer["kind"] == "full"]
+    lines = [
+        f"Layers: {len(sliding)} of {len(layers)} slide with a window of {', '.join(map(str, windows))} tokens "
+        f"(proven from the masks in the captured graph): {ranges(sliding)}",
+        f"        {len(full)} see everything and keep a linear cache: {ranges(full)}",
+        f"        {len(rewritten)} rewritten to ring buffers with fused attention",
+    ]
+    lines += [f"        layer {x['index']} refused: {x['reason']}" for x in layers if x["action"] == "refused"]
+    return "\n".join(lines + [f"        {note}" for note in report["notes"]])
+
+
+def ranges(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def speed_table(results: list[dict[str, Any]]) -> Table:
+    """One line per batch size and variant; the fastest stock variant is what swa_pass is compared with."""
+    prompt, written = results[0]["prompt_tokens"], len(results[0]["tokens"][0])
+    table = Table(title=f"{prompt:,} tokens of prompt, {written} written", title_justify="left")
+    table.add_column("batch", justify="right")
+    table.add_column("variant")
+    for name in ("first token, s", "ms/step", "tokens/s", "against best stock", "KV, MB", "peak RSS, MB"):
+        table.add_column(name, justify="right")
+    for batch in sorted({result["batch"] for result in results}):
+        best = best_stock(results, batch)
+        for result in (r for r in results if r["batch"] == batch):
+            ratio = f"{best['step_ms'] / result['step_ms']:.2f}x"
+            table.add_row(
+                str(batch),
+                TITLES[result["variant"]],
+                f"{result['first_token_s']:.2f}",
+                f"{result['step_ms']:.1f}",
+                f"{result['tokens_per_s']:.1f}",
+                ratio if result["variant"] == "applied" else ("best stock" if result is best else ratio),
+                f"{result['kv_bytes'] / 1e6:.1f}",
+                f"{result['peak_rss'] / 1e6:,.0f}",
+                style="bold" if result["variant"] == "applied" else None,
+            )
+        table.add_section()
+    table.caption = (
+        "ms/step: median decode step. First token: with one row the whole prompt is read; with more rows the text was\n"
+        "read once before, and only the endings are. KV: memory held at the end. Peak RSS: while generating."
+    )
+    table.caption_justify = "left"
+    return table
+
+
+def best_stock(results: list[dict[str, Any]], batch: int) -> dict[str, Any]:
+    """The fastest stock result of a batch size."""
+    stock = [r for r in results if r["batch"] == batch and r["variant"] != "applied"]
+    return min(stock, key=lambda result: result["step_ms"])
+
+
+def token_lines(results: list[dict[str, Any]]) -> list[str]:
+    """Per batch size: swa_pass against the best stock variant, and, for scale, the two stock variants."""
+    lines = []
+    for batch in sorted({result["batch"] for result in results}):
+        by_variant = {r["variant"]: r for r in results if r["batch"] == batch}
+        reference = best_stock(results, batch)
+        other_stock = by_variant["static" if reference["variant"] == "dynamic" else "dynamic"]
+        for title, other in ((TITLES["applied"], by_variant["applied"]), (TITLES[other_stock["variant"]], other_stock)):
+            parted = first_differences(reference["tokens"], reference["margins"], other["tokens"])
+            verdict = describe(parted, len(reference["tokens"]), len(reference["tokens"][0]))
+            lines.append(f"Tokens, batch {batch}, {title} against {TITLES[reference['variant']]}: {verdict}.")
+    return lines

@@ -1,0 +1,77 @@
+"""Attention in plain torch for tensors on a device, where reading lengths would wait for it.
+
+Positions stay tensors, so the call can be captured (CUDA graphs) and no shape depends on data. The price: the whole
+store is read under a mask. Used where no kernel of the device is registered.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+QUERY_BLOCK = 256
+
+
+def slot_positions(lengths: Tensor, capacity: int, window: int) -> Tensor:
+    """(B, C): the absolute position of the token in each slot, negative where the slot holds none yet.
+
+    Slot s of a ring holds the newest position p < length with p % C == s.
+    """
+    slots = torch.arange(capacity, device=lengths.device)
+    last = lengths[:, None] - 1
+    if window > 0:
+        return last - torch.remainder(last - slots, capacity)
+    return torch.where(slots <= last, slots, torch.full_like(slots, -1))
+
+
+def attend(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    window: int,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+    new_lengths: Tensor | None,
+    out: Tensor,
+) -> None:
+    batch, heads, tokens, dim = q.shape
+    kv_heads = k_new.shape[1]
+    start = torch.zeros_like(lengths) if starts is None else starts
+    count = torch.full_like(lengths, tokens) if new_lengths is None else new_lengths
+    old = slot_positions(lengths, k_store.shape[2], window)
+    compute = torch.float64 if q.dtype == torch.float64 else torch.float32
+    for i in range(0, tokens, QUERY_BLOCK):
+        end = min(tokens, i + QUERY_BLOCK)
+        first_new = max(0, i - window + 1) if window > 0 else 0
+        fresh = torch.arange(first_new, end, device=q.device)
+        key = torch.cat([old, lengths[:, None] + fresh], 1)[:, None, :]
+        query = (lengths[:, None] + torch.arange(i, end, device=q.device))[:, :, None]
+        limit = (lengths + count)[:, None, None]
+        visible = (key >= start[:, None, None]) & (key >= 0) & (key <= query) & (query < limit)
+        if window > 0:
+            visible = visible & (key > query - window)
+        # 0 * NaN is NaN: what no query sees may hold anything, so it is replaced before it is multiplied.
+        seen = visible.any(1)[:, None, :, None]
+        k = torch.cat([k_store, k_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
+        v = torch.cat([v_store, v_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
+        packed = q[:, :, i:end].to(compute).reshape(batch, kv_heads, heads // kv_heads * (end - i), dim)
+        scores = torch.matmul(packed, k.transpose(2, 3)).view(batch, heads, end - i, k.shape[2]) * scale
+        if softcap > 0:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        top = scores.amax(-1, keepdim=True)
+        if sinks is not None:
+            top = torch.maximum(top, sinks.to(compute)[:, None, None])
+        top = top.masked_fill(top == float("-inf"), 0)
+        weights = torch.exp(scores - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks.to(compute)[:, None, None] - top)
+        weights = weights / total.masked_fill(total == 0, 1)
+        values = torch.matmul(weights.view(batch, kv_heads, packed.shape[2], k.shape[2]), v)
+        out[:, :, i:end] = values.view(batch, heads, end - i, v.shape[3])

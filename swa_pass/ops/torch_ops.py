@@ -1,0 +1,190 @@
+"""The operators in plain torch: the default on every device, and the fallback where no kernel could be built.
+
+Same arguments as the operators (see `swa_pass.ops`). Everything is checked before anything is written.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import checks, torch_masked, torch_runs
+
+
+def view(
+    store: Tensor, new: Tensor, lengths: Tensor, window: int, layer: int = -1, starts: Tensor | None = None
+) -> Tensor:
+    """Keys (or values) in order of time; see `reference.view` for the meaning."""
+    op = "view" if layer < 0 else f"view (layer {layer})"
+    checks.check_static(op, new, new, store, store, lengths, window, starts=starts)
+    batch, kv_heads, tokens, dim = new.shape
+    capacity = store.shape[2]
+    width = window - 1 + tokens if window > 0 else capacity
+    if lengths.device.type != "cpu":
+        checks.assert_rows_async(op, lengths, None, tokens, capacity, window)
+        return _view_on_device(store, new, lengths, window, width)
+    out = store.new_zeros(batch, kv_heads, width, dim)
+    rows = checks.read_rows(op, lengths, None, None, tokens, capacity, window)
+    for selected, (length, _, _) in _groups(rows):
+        first = max(length - (window - 1), 0) if window > 0 else 0
+        group = torch_runs.RowGroup(new[selected], new[selected], store[selected], store[selected], length, window)
+        at = 0
+        for run, _ in group.runs(first, length + tokens):
+            out[selected, :, at : at + run.shape[2]] = run
+            at += run.shape[2]
+    return out
+
+
+def _view_on_device(store: Tensor, new: Tensor, lengths: Tensor, window: int, width: int) -> Tensor:
+    batch, tokens = new.shape[0], new.shape[2]
+    length = lengths[:, None]
+    first = torch.clamp(length - (window - 1), min=0) if window > 0 else torch.zeros_like(length)
+    position = first + torch.arange(width, device=store.device)
+    slot = torch.remainder(position, store.shape[2]) if window > 0 else position
+    rows = torch.arange(batch, device=store.device)[:, None]
+    # indexing around the heads gives (B, width, KV, D)
+    old = store[rows, :, slot]
+    fresh = new[rows, :, torch.clamp(position - length, 0, tokens - 1)]
+    zero = torch.zeros((), dtype=store.dtype, device=store.device)
+    exists = (position < length + tokens)[:, :, None, None]
+    tokens_in_order = torch.where((position < length)[:, :, None, None], old, torch.where(exists, fresh, zero))
+    return tokens_in_order.transpose(1, 2).contiguous()
+
+
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    *,
+    window: int,
+    new_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> None:
+    """Write the new tokens into their slots; of more than C tokens the last C."""
+    op = "append"
+    checks.refuse_unsupported(op, block_table=block_table, k_scale=k_scale, v_scale=v_scale, valid=valid)
+    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
+    tokens, capacity = k_new.shape[2], k_store.shape[2]
+    if lengths.device.type == "cpu":
+        rows = checks.read_rows(op, lengths, None, new_lengths, tokens, capacity, window)
+        _write_rows(k_new, v_new, k_store, v_store, rows, window)
+    else:
+        checks.assert_rows_async(op, lengths, new_lengths, tokens, capacity, window)
+        _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+
+
+def attend(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None = None,
+    *,
+    window: int,
+    scale: float,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    new_lengths: Tensor | None = None,
+    block_table: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    valid: Tensor | None = None,
+    _op: str = "attend",
+    _write: bool = False,
+) -> Tensor:
+    """Attention of the new tokens over the store as it was before this step, and over one another."""
+    checks.refuse_unsupported(_op, block_table=block_table, k_scale=k_scale, v_scale=v_scale, valid=valid)
+    checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
+    batch, heads, tokens, _ = q.shape
+    capacity = k_store.shape[2]
+    out = q.new_zeros(batch, tokens, heads, v_new.shape[3]).transpose(1, 2)
+    if lengths.device.type != "cpu":
+        checks.assert_rows_async(_op, lengths, new_lengths, tokens, capacity, window)
+        torch_masked.attend(
+            q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, out
+        )
+        if _write:
+            _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+        return out
+    rows = checks.read_rows(_op, lengths, starts, new_lengths, tokens, capacity, window)
+    for selected, (length, start, count) in _groups(rows):
+        group = torch_runs.RowGroup(
+            k_new[selected], v_new[selected], k_store[selected], v_store[selected], length, window
+        )
+        torch_runs.attend_rows(q[selected], group, start, count, out[selected], scale, softcap, sinks)
+    if _write:
+        _write_rows(k_new, v_new, k_store, v_store, rows, window)
+    return out
+
+
+def attend_append(*args: Tensor, **kwargs: object) -> Tensor:
+    """`attend`, then `append`; same arguments as `attend`."""
+    return attend(*args, **kwargs, _op="attend_append", _write=True)  # type: ignore[arg-type]
+
+
+def _groups(rows: list[tuple[int, int, int]]) -> list[tuple[slice, tuple[int, int, int]]]:
+    """Neighbouring rows with the same numbers, as slices of the batch."""
+    out: list[tuple[slice, tuple[int, int, int]]] = []
+    for b, row in enumerate(rows):
+        if out and out[-1][1] == row:
+            out[-1] = (slice(out[-1][0].start, b + 1), row)
+        else:
+            out.append((slice(b, b + 1), row))
+    return out
+
+
+def _write_rows(
+    k_new: Tensor, v_new: Tensor, k_store: Tensor, v_store: Tensor, rows: list[tuple[int, int, int]], window: int
+) -> None:
+    capacity = k_store.shape[2]
+    for selected, (length, _, count) in _groups(rows):
+        i = max(0, count - capacity)
+        while i < count:
+            slot = (length + i) % capacity if window > 0 else length + i
+            n = min(count - i, capacity - slot)
+            k_store[selected, :, slot : slot + n] = k_new[selected, :, i : i + n]
+            v_store[selected, :, slot : slot + n] = v_new[selected, :, i : i + n]
+            i += n
+
+
+def _write_on_device(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    new_lengths: Tensor | None,
+    window: int,
+) -> None:
+    batch, _, tokens, _ = k_new.shape
+    capacity = k_store.shape[2]
+    first = max(0, tokens - capacity)
+    if new_lengths is not None and (first > 0 or tokens > 1):
+        # Rows differ in which tokens remain. Gather per slot instead of scattering: no slot is written twice.
+        slots = torch.arange(capacity, device=k_store.device)
+        last = (lengths + new_lengths)[:, None] - 1  # position of the row's newest token
+        position = last - torch.remainder(last - slots, capacity) if window > 0 else slots.expand(batch, -1)
+        index = position - lengths[:, None]
+        fresh = ((index >= 0) & (index < new_lengths[:, None]))[:, None, :, None]
+        pick = index.clamp(0, tokens - 1)[:, None, :, None]
+        for store, new in ((k_store, k_new), (v_store, v_new)):
+            chosen = torch.gather(new, 2, pick.expand(-1, store.shape[1], -1, store.shape[3]))
+            store.copy_(torch.where(fresh, chosen, store))
+        return
+    position = lengths[:, None] + torch.arange(first, tokens, device=k_store.device)
+    slot = torch.remainder(position, capacity) if window > 0 else position
+    index = slot[:, None, :, None]
+    for store, new in ((k_store, k_new), (v_store, v_new)):
+        fresh_tokens = new[:, :, first:]
+        wide = index.expand(-1, store.shape[1], -1, store.shape[3])
+        if new_lengths is not None:  # one token a row: rows without one rewrite what is there
+            keep = torch.gather(store, 2, wide)
+            fresh_tokens = torch.where((new_lengths > 0)[:, None, None, None], fresh_tokens, keep)
+        store.scatter_(2, wide, fresh_tokens)
