@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .capture import discover
+from .capture import discover, first_line
 from .compat import cache_argument, generate_cache_key
 from .log import logger
 from .ops.build import _find_compiler as find_compiler
@@ -39,7 +39,8 @@ def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int =
 
     Raises:
         TypeError: not a model with a config and a forward.
-        ValueError: a model that this cannot work for (encoder-decoder, not causal, training mode, window <= 0).
+        ValueError: an unknown backend, a negative slack, or a model that this cannot work for (encoder-decoder, not
+            causal, training mode, window <= 0).
     """
     if runtime_of(model) is not None:
         return model
@@ -77,7 +78,8 @@ def explain(model: Any) -> Report:
         return Report(type(model).__name__, specs, slack=16)
     specs = tuple(_as_compiled(spec, runtime) for spec in runtime.specs)
     notes = [runtime.failure] if runtime.failure else []
-    notes += [f"the {step.kind} step runs eager: {step.failed}" for step in runtime.steps.values() if step.failed]
+    for step in runtime.steps.values():
+        notes += [f"a {step.kind} step runs eager: {why}" for why in step.failed.values()]
     return Report(type(model).__name__, specs, runtime.slack, tuple(notes))
 
 
@@ -200,6 +202,10 @@ def resolve_backends(backend: Any) -> dict[str, Any]:
     large matrix products that Inductor leaves to the same library, so its graph runs as it is and compiles in seconds.
     """
     if backend is not None:
+        try:
+            inner_compiler(backend)
+        except Exception as error:  # Dynamo's InvalidBackend, or an import that the backend needs
+            raise ValueError(f"backend={backend!r} is no Dynamo backend: {first_line(error)}") from error
         return {"prefill": backend, "decode": backend}
     missing = missing_for_inductor()
     if missing:

@@ -147,6 +147,12 @@ def own_code(function: Any) -> Any:
 
 
 def first_line(error: BaseException) -> str:
+    """One line about what really went wrong: Dynamo wraps the cause, sometimes more than once."""
+    while True:
+        inner = getattr(error, "inner_exception", None) or error.__cause__
+        if inner is None or inner is error:
+            break
+        error = inner
     text = str(error).strip()
     return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
 

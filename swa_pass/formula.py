@@ -7,6 +7,7 @@ formula must refuse it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Union
@@ -159,6 +160,10 @@ def negation(a: Formula) -> Formula:
         return a.part
     if isinstance(a, AtLeastZero):  # not(x >= 0)  <=>  -x - 1 >= 0 for integers
         return AtLeastZero(-a.lin - Lin(1))
+    if isinstance(a, And):
+        return functools.reduce(disjunction, map(negation, a.parts))
+    if isinstance(a, Or):
+        return functools.reduce(conjunction, map(negation, a.parts))
     return Not(a)
 
 

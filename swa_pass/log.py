@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import weakref
+from typing import Any
 
 logger = logging.getLogger("swa_pass")
-_said: set[tuple[int, str]] = set()
+_said: weakref.WeakKeyDictionary[Any, set[str]] = weakref.WeakKeyDictionary()
 
 
-def say_once(about: object, message: str) -> None:
+def say_once(about: Any, message: str) -> None:
     """Logs a warning the first time it is said about an object (a model)."""
-    key = (id(about), message)
-    if key not in _said:
-        _said.add(key)
+    said = _said.setdefault(about, set())
+    if message not in said:
+        said.add(message)
         logger.warning(message)

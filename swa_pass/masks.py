@@ -44,7 +44,12 @@ def unknown(reason: str) -> Mask:
 
 
 def prove(
-    mask: Node, query_offset: Lin, key_offset: Lin, queries: Any = None, memo: dict[Node, Field] | None = None
+    mask: Node,
+    query_offset: Lin,
+    key_offset: Lin,
+    queries: Any = None,
+    keys: Any = None,
+    memo: dict[Node, Field] | None = None,
 ) -> Mask:
     """Decides about a mask tensor of shape (..., queries, keys).
 
@@ -52,15 +57,16 @@ def prove(
         mask: the graph's mask node, boolean (True = visible) or additive.
         query_offset: absolute position of query index 0; query ``i`` is at ``query_offset + i``.
         key_offset: absolute position of key index 0.
-        queries: number of queries; with 1 (decode) the query index is 0.
+        queries, keys: how many there are; an axis of size 1 has only the index 0.
         memo: fields already read in this graph.
     """
     field = read(mask, memo)
     if not 2 <= field.ndim <= 4:
         return unknown(f"the mask has {field.ndim} dimensions")
     query = Lin(0) if is_one(queries) else Lin.symbol("q")
-    index = (Lin.symbol("batch"), Lin.symbol("head"), query, Lin.symbol("k"))[-field.ndim :]
-    return decide(broadcast_at(field, index), query_offset + query, key_offset + Lin.symbol("k"))
+    key = Lin(0) if is_one(keys) else Lin.symbol("k")
+    index = (Lin.symbol("batch"), Lin.symbol("head"), query, key)[-field.ndim :]
+    return decide(broadcast_at(field, index), query_offset + query, key_offset + key)
 
 
 def decide(formula: Formula, query: Lin, key: Lin) -> Mask:

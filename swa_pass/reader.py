@@ -97,14 +97,14 @@ def _arange(node: Node, memo: dict[Node, Field]) -> Field:
     return Field(shape_of(node), lambda index: first + index[0].scaled(stride))
 
 
-@reads("new_ones", "ones", "ones_like", "new_zeros", "zeros", "zeros_like", "full", "full_like", "new_full", "tensor")
+@reads("new_ones", "ones", "ones_like", "new_zeros", "zeros", "zeros_like", "full", "full_like", "new_full", "tensor", "scalar_tensor")
 def _filled(node: Node, memo: dict[Node, Field]) -> Field:
     fake = example(node)
     name = op_name(node)
     value: Any
     if "ones" in name or "zeros" in name:
         value = 1 if "ones" in name else 0
-    elif name == "tensor":
+    elif name in ("tensor", "scalar_tensor"):
         value = node.args[0]
     else:
         value = argument(node, 2 if name == "new_full" else 1, "fill_value", None)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -34,7 +34,6 @@ _COMPILED_ARGUMENTS = {
     "use_cache",
     "logits_to_keep",
     "return_dict",
-    "output_hidden_states",
     *CACHE_NAMES,
 }
 
@@ -130,21 +129,23 @@ class Runtime:
             cache = kwargs[self.cache_name] = self.make_cache()
         ok, starts = left_padding(kwargs.get("attention_mask"), cache.seen, new, tokens.device)
         step = self.steps["decode" if new == 1 else "prefill"]
-        if not ok or step.failed or not self._compilable(kwargs):
+        plain = canonical({**kwargs, "attention_mask": None}, decode=new == 1)
+        form = spelling(plain, batch)
+        if not ok or form in step.failed or not self._compilable(kwargs):
             return self.stock(**kwargs)
         cache.prepare(self.specs, batch, new, starts)
         self.padded = starts is not None
         try:
-            output = step.run({**kwargs, "attention_mask": None}, cache)
+            output = step.run(form, plain, cache)
         except NeedsTimeOrder:
             return self.stock(**kwargs)
         except _DYNAMO_ERRORS as error:
             if self.strict:
                 raise
             output = self.stock(**kwargs)  # a caller's mistake raises here, and does not count against the step
-            step.failed = first_line(error)
+            step.failed[form] = first_line(error)
             logger.warning(
-                "swa_pass: the %s step could not be compiled and runs eager from now on: %s", step.kind, step.failed
+                "swa_pass: a %s step could not be compiled and runs eager from now on: %s", step.kind, step.failed[form]
             )
             return output
         self.compiled_calls += 1
@@ -188,19 +189,21 @@ class Runtime:
 
 
 class Step:
-    """One compiled kind of call. `rewrites` holds what the passes did to each graph that was compiled."""
+    """One kind of call, prefill or decode, compiled once for each form in which callers make it.
+
+    rewrites: what the passes did to each graph that was compiled.  failed: forms that Dynamo could not compile, and why.
+    """
 
     def __init__(self, runtime: Runtime, kind: str) -> None:
         self.runtime = runtime
         self.kind = kind
-        self.failed = ""
+        self.failed: dict[Hashable, str] = {}
         self.rewrites: list[Rewrite] = []
-        self._compiled: Any = None
+        self._compiled: dict[Hashable, Any] = {}
 
-    def run(self, kwargs: dict[str, Any], cache: HybridCache) -> Any:
-        if self._compiled is None:
-            self._compiled = torch.compile(own_code(call), backend=self._compile, fullgraph=True)
-        kwargs = canonical(kwargs, decode=self.kind == "decode")
+    def run(self, form: Hashable, kwargs: dict[str, Any], cache: HybridCache) -> Any:
+        if form not in self._compiled:
+            self._compiled[form] = torch.compile(own_code(call), backend=self._compile, fullgraph=True)
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = plain_copy(kwargs[name])
@@ -208,7 +211,7 @@ class Step:
                     torch._dynamo.maybe_mark_dynamic(kwargs[name], dim % kwargs[name].ndim)
         cache.clock.managed = True
         try:
-            return self._compiled(self.runtime.stock, kwargs)
+            return self._compiled[form](self.runtime.stock, kwargs)
         finally:
             cache.clock.managed = False
 
@@ -246,6 +249,13 @@ def canonical(kwargs: dict[str, Any], decode: bool) -> dict[str, Any]:
     if isinstance(keep, int) and (keep == 0 or (decode and keep == 1)):
         kept.pop("logits_to_keep", None)
     return kept
+
+
+def spelling(kwargs: dict[str, Any], batch: int) -> Hashable:
+    """What a graph is specialised on before any tensor is looked at. Each form has graphs and a recompile limit of its
+    own, so that many ways of calling do not use up one limit."""
+    values = ((name, value) for name, value in kwargs.items() if name not in CACHE_NAMES)
+    return (batch == 1, *((name, None if isinstance(value, Tensor) else repr(value)) for name, value in values))
 
 
 def plain_copy(tensor: Tensor) -> Tensor:

@@ -79,6 +79,8 @@ class HybridCache(Cache):
         held = self.layers[0].batch_size
         if held not in (-1, batch):
             raise ValueError(f"the cache holds {held} rows and {batch} were given. Use a new cache, or reset it.")
+        for layer in self.layers:
+            layer.check_limit(new)
         for layer, spec in zip(self.layers, specs, strict=True):
             if layer.has_room(new):
                 continue
@@ -98,6 +100,12 @@ class HybridCache(Cache):
             self.clock.lengths.add_(new)
 
     # ------------------------------------------------------------------ transformers protocol
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx == 0 and self.clock.max_length is not None and not torch.compiler.is_compiling():
+            for layer in self.layers:  # before the first ring moves: a full layer further on must leave all as it was
+                layer.check_limit(key_states.shape[-2])
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.layers[layer_idx].get_seq_length()

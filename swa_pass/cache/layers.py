@@ -89,6 +89,15 @@ class StoreLayer(CacheLayerMixin):
         """Allocates the stores for tokens shaped like these; `Cache.early_initialization` calls it with none."""
         self.reserve(key_states, value_states, key_states.shape[-2])
 
+    def check_limit(self, new: int) -> None:
+        """Raises if a hard limit of the user's does not allow `new` more tokens. Changes nothing."""
+        limit = self.clock.max_length
+        if not self.is_sliding and limit is not None and self.policy.seen + new > limit:
+            raise ValueError(
+                f"layer {self.index}: cache full: it holds {self.policy.seen} tokens of a maximum of {limit} and "
+                f"{new} more were given. Use a larger max_length, or none (the store then grows)."
+            )
+
     def has_room(self, new: int) -> bool:
         """Whether `new` tokens fit as things are."""
         limit = self.clock.max_length
@@ -101,12 +110,8 @@ class StoreLayer(CacheLayerMixin):
         if self.k_store is not None:
             self._check(like_k, self.k_store, "keys")
             self._check(like_v, self.v_store, "values")
+        self.check_limit(new)
         limit = self.clock.max_length
-        if not self.is_sliding and limit is not None and self.policy.seen + new > limit:
-            raise ValueError(
-                f"layer {self.index}: cache full: it holds {self.policy.seen} tokens of a maximum of {limit} and "
-                f"{new} more were given. Use a larger max_length, or none (the store then grows)."
-            )
         capacity = self.policy.capacity_needed(new)
         if self.k_store is None:
             expected = self.clock.hint if limit is None or self.is_sliding else limit
@@ -218,6 +223,8 @@ class StoreLayer(CacheLayerMixin):
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]
         self._catch_up()
+        if self.policy.recorded_from is not None:
+            return True
         return self.policy.max_rollback() >= min(self.policy.seen, max(self.clock.slack, 1))
 
     def check_crop(self, tokens: int) -> None:

@@ -19,7 +19,7 @@ window. With no window (`window = None`) the same policy describes a linear stor
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 #: Stores are sized in steps of this many tokens, so that small changes of length do not change a shape.
 STEP = 64
@@ -37,14 +37,16 @@ class RingPolicy:
 
     window: keys a query sees, its own included; None for a linear store.
     slack: tokens beyond the window that stay readable, so that a rollback of up to `slack` tokens is exact.
-    capacity: slots allocated now.  seen: tokens so far.  high: the largest `seen` ever (older slots are overwritten).
+    capacity: slots allocated now.  seen: tokens so far.  high: the largest `seen` ever.  floor: the oldest position
+    that is still stored (what a small ring evicted does not come back when it grows).
     """
 
     window: int | None
     slack: int = 0
     capacity: int = 0
     seen: int = 0
-    high: int = field(default=0)
+    high: int = 0
+    floor: int = 0
     recorded_from: int | None = None
 
     def __post_init__(self) -> None:
@@ -58,11 +60,6 @@ class RingPolicy:
         """Past tokens that the next query sees."""
         return self.seen if self.window is None else min(self.seen, self.window - 1)
 
-    @property
-    def floor(self) -> int:
-        """Oldest position that is still stored."""
-        return max(self.high - self.capacity, 0)
-
     def capacity_needed(self, new: int) -> int:
         """Capacity that must be allocated before `new` tokens may be written (geometric growth, as in a list)."""
         needed = self.seen + new
@@ -73,7 +70,10 @@ class RingPolicy:
             needed = min(needed, useful)
         if needed <= self.capacity:
             return self.capacity
-        return max(needed, capacity_for(max(needed, 2 * self.capacity), self.window, self.slack))
+        grown = capacity_for(max(needed, 2 * self.capacity), self.window, self.slack)
+        if needed > grown:  # a recorded burst; bursts tend to get longer, so leave room
+            grown = capacity_for(needed + needed // 2, None, 0)
+        return grown
 
     def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Slot ranges [a, b) that hold the tokens start..stop-1 in time order: at most two."""
@@ -97,6 +97,7 @@ class RingPolicy:
     def advance(self, new: int) -> None:
         self.seen += new
         self.high = max(self.high, self.seen)
+        self.floor = max(self.floor, self.high - self.capacity)
 
     def max_rollback(self) -> int:
         """Tokens that can be taken back exactly."""
@@ -116,5 +117,5 @@ class RingPolicy:
         self.recorded_from = self.seen
 
     def reset(self) -> None:
-        self.seen = self.high = 0
+        self.seen = self.high = self.floor = 0
         self.recorded_from = None

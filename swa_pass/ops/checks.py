@@ -89,12 +89,6 @@ def check_static(
             _fail(op, f"{name} must be contiguous; its strides are {store.stride()}. Allocate it with torch.empty")
     if window < 0:
         _fail(op, f"window is {window}; use a positive window, or 0 for full attention over a linear store")
-    if window > 0 and capacity < window - 1:
-        _fail(
-            op,
-            f"the ring holds {capacity} tokens and a window of {window} needs at least {window - 1}; "
-            "allocate a larger store",
-        )
     if window > 0 and capacity == 0:
         _fail(op, "the ring has no slots; allocate at least one")
     for name, vector in (("lengths", lengths), ("starts", starts), ("new_lengths", new_lengths)):
@@ -130,8 +124,12 @@ def read_rows(
     tokens: int,
     capacity: int,
     window: int,
+    writes: bool = False,
 ) -> list[tuple[int, int, int]]:
     """Read (length, start, number of new tokens) of each row to the host, and check them.
+
+    A ring may hold less than its window only until it wraps. `writes`: the check includes the new tokens, so that no
+    key is overwritten that the next step needs.
 
     Copies three small tensors to the host: for CPU tensors only (elsewhere it would wait for the device).
     """
@@ -149,16 +147,31 @@ def read_rows(
                 f"row {row}: the linear store is full: {length} tokens + {count} new ones, capacity {capacity}; "
                 "grow the store before this step",
             )
+        total = length + count if writes else length
+        if window > 0 and capacity < min(window - 1, total):
+            _fail(
+                op,
+                f"row {row}: the ring holds {capacity} tokens, but of {total} tokens a window of {window} needs the "
+                f"last {min(window - 1, total)}; grow the store before it wraps",
+            )
     return list(zip(length_list, start_list, count_list))
 
 
 def assert_rows_async(
-    op: str, lengths: Tensor, new_lengths: Tensor | None, tokens: int, capacity: int, window: int
+    op: str,
+    lengths: Tensor,
+    new_lengths: Tensor | None,
+    tokens: int,
+    capacity: int,
+    window: int,
+    writes: bool = False,
 ) -> None:
     """The same checks for tensors on a device, without waiting for it (they stop the device's stream)."""
     count = tokens if new_lengths is None else new_lengths
     good = lengths >= 0
     if window == 0:
         good = good & (lengths + count <= capacity)
-    message = f"swa_pass.{op}: a row's length is negative or its linear store (capacity {capacity}) is full"
+    elif capacity < window - 1:
+        good = good & ((lengths + count if writes else lengths) <= capacity)
+    message = f"swa_pass.{op}: a row's length is negative or does not fit its store (capacity {capacity})"
     torch._assert_async(good.all(), message)

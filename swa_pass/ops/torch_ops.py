@@ -71,10 +71,10 @@ def append(
     checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
     tokens, capacity = k_new.shape[2], k_store.shape[2]
     if lengths.device.type == "cpu":
-        rows = checks.read_rows(op, lengths, None, new_lengths, tokens, capacity, window)
+        rows = checks.read_rows(op, lengths, None, new_lengths, tokens, capacity, window, writes=True)
         _write_rows(k_new, v_new, k_store, v_store, rows, window)
     else:
-        checks.assert_rows_async(op, lengths, new_lengths, tokens, capacity, window)
+        checks.assert_rows_async(op, lengths, new_lengths, tokens, capacity, window, writes=True)
         _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
 
 
@@ -106,14 +106,14 @@ def attend(
     capacity = k_store.shape[2]
     out = q.new_zeros(batch, tokens, heads, v_new.shape[3]).transpose(1, 2)
     if lengths.device.type != "cpu":
-        checks.assert_rows_async(_op, lengths, new_lengths, tokens, capacity, window)
+        checks.assert_rows_async(_op, lengths, new_lengths, tokens, capacity, window, _write)
         torch_masked.attend(
             q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, out
         )
         if _write:
             _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
         return out
-    rows = checks.read_rows(_op, lengths, starts, new_lengths, tokens, capacity, window)
+    rows = checks.read_rows(_op, lengths, starts, new_lengths, tokens, capacity, window, _write)
     for selected, (length, start, count) in _groups(rows):
         group = torch_runs.RowGroup(
             k_new[selected], v_new[selected], k_store[selected], v_store[selected], length, window

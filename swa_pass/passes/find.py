@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
 from ..formula import Field
-from ..graph import example, op_name, shape_of
+from ..graph import example, has_side_effect, op_name, shape_of
 from ..masks import Mask, prove, unknown
 from ..patterns import ATTENTION, AttentionSite, kv_view
 from ..patterns.kv_view import KVView
@@ -45,7 +45,34 @@ def find_sites(gm: GraphModule) -> list[Finding]:
             mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
             refusal = problem or mask.reason or _wrong_window(mask, keys)
             findings.append(Finding(keys.layer, site, keys, values, mask, refusal))
-    return findings
+    return _without_other_readers(findings)
+
+
+def _without_other_readers(findings: list[Finding]) -> list[Finding]:
+    """Refuses sites whose keys something else reads too: it would go on reading in time order."""
+    sites = {f.site.node for f in findings}
+    checked = []
+    for finding in findings:
+        reader = _reader_past(sites, finding.keys.node) or _reader_past(sites, finding.values.node)
+        if reader and not finding.refusal:
+            finding = replace(finding, refusal=f"its keys or values are also read by {reader}")
+        checked.append(finding)
+    return checked
+
+
+def _reader_past(sites: set[Node], view: Node) -> str:
+    """Name of something that depends on `view` on a way that passes no attention site; empty if there is none."""
+    queue, seen = [view], {view}
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if user in sites or user in seen:
+                continue
+            if has_side_effect(user):
+                return op_name(node)
+            seen.add(user)
+            queue.append(user)
+    return ""
 
 
 def _prove_once(
@@ -53,7 +80,9 @@ def _prove_once(
 ) -> Mask:
     where = (site.mask, keys.query_offset, keys.key_offset)
     if where not in verdicts:
-        verdicts[where] = prove(site.mask, keys.query_offset, keys.key_offset, shape_of(site.query)[2], memo)
+        verdicts[where] = prove(
+            site.mask, keys.query_offset, keys.key_offset, shape_of(site.query)[2], shape_of(keys.node)[2], memo
+        )
     return verdicts[where]
 
 

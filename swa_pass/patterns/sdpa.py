@@ -14,7 +14,7 @@ _KEYWORDS = {*_ARGUMENTS, "scale", "enable_gqa"}
 
 
 def match(node: Node) -> AttentionSite | None:
-    if node.op != "call_function" or op_name(node) != "scaled_dot_product_attention":
+    if node.op != "call_function" or op_name(node) != "scaled_dot_product_attention" or not shape_of(node):
         return None
     query, key, value, mask, dropout, is_causal = (
         argument(node, i, name, default) for i, (name, default) in enumerate(zip(_ARGUMENTS, (None,) * 4 + (0.0, False)))

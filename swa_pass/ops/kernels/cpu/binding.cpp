@@ -140,7 +140,7 @@ struct Shapes {
       return;
     if (!k_store.is_contiguous() || !v_store.is_contiguous()) return;
     if (batch == 0 || kv_heads == 0 || tokens == 0 || dim == 0 || value_dim == 0 || capacity == 0) return;
-    if (window < 0 || (window > 0 && capacity < window - 1)) return;
+    if (window < 0) return;
     Maybe lengths_given = lengths_;
     if (!plain_vector(lengths_given, batch) || !plain_vector(starts_, batch) || !plain_vector(counts_, batch)) return;
     lengths = lengths_.const_data_ptr<int64_t>();
@@ -149,6 +149,8 @@ struct Shapes {
     for (int64_t b = 0; b < batch; b++) {
       if (lengths[b] < 0 || start(b) < 0 || count(b) < 0 || count(b) > tokens) return;
       if (window == 0 && lengths[b] + count(b) > capacity) return;
+      // A ring may be smaller than its window only until it wraps.
+      if (window > 0 && capacity < std::min(window - 1, lengths[b])) return;
     }
     good = true;
   }

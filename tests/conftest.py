@@ -1,0 +1,36 @@
+"""Settings for all tests."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Under xdist, tests of one family go to one process: what is captured there serves all of them.
+    if config.getoption("dist", "no") == "load":
+        config.option.dist = "loadgroup"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        family = getattr(item, "callspec", None) and item.callspec.params.get("family")
+        item.add_marker(pytest.mark.xdist_group(family if family in ("mistral", "gemma3") else item.path.stem))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> Iterator[None]:
+    """Under xdist the processes share the cores: threads of one only get in the way of the others."""
+    before = torch.get_num_threads()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _same_random_numbers() -> None:
+    torch.manual_seed(0)
