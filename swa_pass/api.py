@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import sysconfig
 import time
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from .capture import discover, first_line
 from .compat import cache_argument, generate_cache_key
 from .log import logger
-from .ops.build import _find_compiler as find_compiler
+from .ops.build import find_compiler
 from .passes import Rewrite, rewrite_graph
 from .runtime import Runtime, inner_compiler
 from .spec import LayerSpec, Report
@@ -233,6 +232,3 @@ def _as_compiled(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
                 why = finding.refusal if finding is not None and finding.refusal else "its cache access did not match"
                 return replace(spec, action="refused", reason=f"in the {step.kind} graph: {why}")
     return spec
-
-
-logging.getLogger("swa_pass").addHandler(logging.NullHandler())

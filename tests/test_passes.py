@@ -201,12 +201,12 @@ def test_nothing_to_do():
 
 @pytest.mark.parametrize(("new", "seen"), [(3, 11), (30, 9), (1, 40)])
 def test_layers_that_share_keys(new, seen):
-    """Both read the store as it was before the step; the write moves behind the last of them."""
+    """Both read the store as it was before the step; the last of them writes."""
     layer, args = Layer(sites=2), inputs(new, seen)
     _, rewrite, run = rewritten(layer, args)
     assert rewrite.fused == (7,)
     names = [name for name in rewrite.ops_after if name.startswith("swa_pass::")]
-    assert names == ["swa_pass::attend", "swa_pass::attend", "swa_pass::append"]
+    assert names == ["swa_pass::attend", "swa_pass::attend_append"]
     assert "scaled_dot_product_attention" not in rewrite.ops_after
     assert_same(layer, run, args)
 

@@ -97,7 +97,7 @@ def prepare(model: Any, setting: Setting) -> None:
     explain(model)
     cost["capture and proof"] = time.perf_counter() - started
     for batch in setting.batches:
-        say("phase", text=f"compiling for batch {batch}")
+        say("phase", text=f"compiling for batch {batch} (the very first time also the C++ kernel)")
         started = time.perf_counter()
         warmup(model, batch, WARMUP_LENGTH)
         cost[f"compile and warm up, batch {batch}"] = time.perf_counter() - started

@@ -232,9 +232,6 @@ def find_compiler() -> list[str] | None:
     return None
 
 
-_find_compiler = find_compiler
-
-
 def _run(command: list[str]) -> str:
     try:
         done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=600, check=False)

@@ -4,8 +4,9 @@
              mask = ...                    out = attention(q, repeat(keys), repeat(values), mask)
     after    out = attend_append(q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, ...)
 
-Several layers may read the same view (layers that share another layer's keys). Each becomes an ``attend``, which reads
-the store as it was before this step, so the ``append`` moves behind the last of them.
+Several layers may read the same view (layers that share another layer's keys). All but the last become an ``attend``,
+which reads the store as it was before this step; the last one is the ``attend_append`` that writes. (A separate append
+at the end would mean the same, but Inductor may move a read past it and then has to copy the store.)
 """
 
 from __future__ import annotations
@@ -59,10 +60,11 @@ def _only_readers(group: list[Finding], append: Node) -> bool:
 
 def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
     ops = torch.ops.swa_pass
-    alone = len(group) == 1
+    order = {node: n for n, node in enumerate(gm.graph.nodes)}
+    group = sorted(group, key=lambda finding: order[finding.site.node])
     for finding in group:
         site, keys, values = finding.site, finding.keys, finding.values
-        target = ops.attend_append.default if alone else ops.attend.default
+        target = ops.attend_append.default if finding is group[-1] else ops.attend.default
         with gm.graph.inserting_before(site.node):
             out = gm.graph.call_function(
                 target,
@@ -76,14 +78,6 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
             )
         out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})
         site.node.replace_all_uses_with(out)
-    if alone:
-        gm.graph.erase_node(append)
-    else:
-        last = max((f.site.node for f in group), key=_order(gm).__getitem__)
-        last.append(append)
+    gm.graph.erase_node(append)
     for finding in group:
         erase_unused(gm, [finding.site.node])
-
-
-def _order(gm: GraphModule) -> dict[Node, int]:
-    return {node: n for n, node in enumerate(gm.graph.nodes)}

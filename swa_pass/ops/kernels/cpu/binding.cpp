@@ -127,7 +127,7 @@ struct Shapes {
   const int64_t *lengths, *starts = nullptr, *counts = nullptr;
 
   Shapes(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, const Tensor& v_store,
-         const Tensor& lengths_, int64_t window_, const Maybe& starts_, const Maybe& counts_) {
+         const Tensor& lengths_, int64_t window_, const Maybe& starts_, const Maybe& counts_, bool writes) {
     dtype = dtype_of(k_store);
     if (dtype < 0 || k_store.dim() != 4 || !k_store.is_cpu()) return;
     batch = k_store.size(0), kv_heads = k_store.size(1), capacity = k_store.size(2), dim = k_store.size(3);
@@ -150,7 +150,7 @@ struct Shapes {
       if (lengths[b] < 0 || start(b) < 0 || count(b) < 0 || count(b) > tokens) return;
       if (window == 0 && lengths[b] + count(b) > capacity) return;
       // A ring may be smaller than its window only until it wraps.
-      if (window > 0 && capacity < std::min(window - 1, lengths[b])) return;
+      if (window > 0 && capacity < std::min(window - 1, lengths[b] + (writes ? count(b) : 0))) return;
     }
     good = true;
   }
@@ -284,7 +284,7 @@ c10::TypedOperatorHandle<F> twin(const char* name) {
 Tensor attend_impl(SWA_ATTEND_ARGS, bool write) {
   Tensor out;
   if (!block_table && !k_scale && !v_scale && !valid) {
-    Shapes s(k_new, v_new, k_store, v_store, lengths, window, starts, new_lengths);
+    Shapes s(k_new, v_new, k_store, v_store, lengths, window, starts, new_lengths, write);
     if (run_attend(q, k_new, v_new, k_store, v_store, s, scale, softcap, sinks, write, out)) return out;
   }
   static auto read = twin<AttendFn>("swa_pass::_attend");
@@ -308,7 +308,7 @@ void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, con
             const Tensor& lengths, int64_t window, const Maybe& new_lengths, const Maybe& block_table,
             const Maybe& k_scale, const Maybe& v_scale, const Maybe& valid) {
   if (!block_table && !k_scale && !v_scale && !valid) {
-    Shapes s(k_new, v_new, k_store, v_store, lengths, window, std::nullopt, new_lengths);
+    Shapes s(k_new, v_new, k_store, v_store, lengths, window, std::nullopt, new_lengths, true);
     if (s.good) {
       int64_t items = s.batch * s.kv_heads;
       char *k = static_cast<char*>(k_store.data_ptr()), *v = static_cast<char*>(v_store.data_ptr());
@@ -326,7 +326,7 @@ void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, con
 // `starts` is a label for the graph pass (it becomes an argument of the fused attention); the view does not use it.
 Tensor view(const Tensor& store, const Tensor& fresh, const Tensor& lengths, int64_t window, int64_t layer,
             const Maybe& starts) {
-  Shapes s(fresh, fresh, store, store, lengths, window, std::nullopt, std::nullopt);
+  Shapes s(fresh, fresh, store, store, lengths, window, std::nullopt, std::nullopt, false);
   if (!s.good) {
     static auto fallback = twin<ViewFn>("swa_pass::_view");
     return fallback.call(store, fresh, lengths, window, layer, starts);

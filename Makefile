@@ -1,0 +1,70 @@
+# make demo   the main job on a real model, with a table      make test   lint, types and tests
+# make bench  decode benchmark                                make clean  remove what the others made
+#
+# Only Python 3.10+ and a C++ compiler are needed; everything else goes into .venv.
+
+PYTHON      ?= python3
+VENV        ?= .venv
+VENV_OLDEST ?= .venv-transformers-5.17
+# Pinned, and installed first and alone: a range lets pip fetch the newest build, which may come with gigabytes of CUDA.
+TORCH       ?= torch==2.13.0
+PYTEST_ARGS ?=
+DEMO_ARGS   ?=
+BENCH_ARGS  ?=
+
+BIN        := $(VENV)/bin
+BIN_OLDEST := $(VENV_OLDEST)/bin
+PIP_FLAGS  := --disable-pip-version-check
+# The tests of the examples, the demo and the packaging do not depend on the transformers version.
+CORE_TESTS := tests --ignore=tests/test_packaging.py --ignore=tests/test_examples.py --ignore=tests/test_demo.py
+
+.PHONY: help demo test lint bench test-transformers-5.17 clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n '1,5p' Makefile
+
+define new_venv
+@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
+	|| { echo "Python 3.10 or newer is needed, but PYTHON=$(PYTHON) is older or missing. Run: make PYTHON=python3.11 $(MAKECMDGOALS)"; exit 1; }
+$(PYTHON) -m venv $(1)
+$(1)/bin/python -m pip install $(PIP_FLAGS) "$(TORCH)"
+endef
+
+$(VENV)/.torch:
+	$(call new_venv,$(VENV))
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py constraints.txt
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev,demo]"
+	@touch $@
+
+$(VENV_OLDEST)/.torch:
+	$(call new_venv,$(VENV_OLDEST))
+	@touch $@
+
+# transformers 5.17 needs an older huggingface-hub, so both pins are left out of the constraints.
+$(VENV_OLDEST)/.ready: $(VENV_OLDEST)/.torch pyproject.toml setup.py constraints.txt
+	grep -v -e '^transformers==' -e '^huggingface-hub==' constraints.txt > $(VENV_OLDEST)/constraints.txt
+	$(BIN_OLDEST)/python -m pip install $(PIP_FLAGS) -c $(VENV_OLDEST)/constraints.txt transformers==5.17.0 -e ".[dev,demo]"
+	@touch $@
+
+demo: $(VENV)/.ready
+	$(BIN)/swa-pass demo $(DEMO_ARGS)
+
+lint: $(VENV)/.ready
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-transformers-5.17: $(VENV_OLDEST)/.ready
+	$(BIN_OLDEST)/python -m pytest $(CORE_TESTS) $(PYTEST_ARGS)
+
+bench: $(VENV)/.ready
+	$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
+
+clean:
+	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
