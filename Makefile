@@ -8,7 +8,7 @@ VENV        ?= .venv
 VENV_OLDEST ?= .venv-transformers-5.17
 # Pinned, and installed first and alone: a range lets pip fetch the newest build, which may come with gigabytes of CUDA.
 TORCH       ?= torch==2.13.0
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 

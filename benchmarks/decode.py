@@ -8,7 +8,8 @@ Variants, all through `generate`, which makes one token per row and step:
     dynamic    stock, DynamicCache
     static     stock, StaticCache
     compiled   stock, StaticCache, decode forward compiled as `generate` does it on a GPU (CompileConfig, here for CPU)
-    applied    swa_pass.apply
+    rings      swa_pass.apply(decode_linear=False): rings and fused attention, linears left to torch
+    applied    swa_pass.apply, as it comes
 
 Each batch size runs in a process of its own. There, every variant reads the context once (as one row, then copied to
 all rows: the context is the same for every row, its content does not change the work) and compiles. Then rounds: in
@@ -41,11 +42,12 @@ import swa_pass
 from swa_pass.demo import gemma, measure, prompts
 from swa_pass.demo.runner import machine
 
-VARIANTS = ("dynamic", "static", "compiled", "applied")
+VARIANTS = ("dynamic", "static", "compiled", "rings", "applied")
 TITLES = {
     "dynamic": "stock dynamic",
     "static": "stock static",
     "compiled": "stock compiled",
+    "rings": "swa_pass, rings only",
     "applied": "swa_pass",
 }
 
@@ -111,8 +113,8 @@ def run_batch(given: argparse.Namespace, batch: int) -> None:
     names = given.variants.split(",")
     stock, tokenizer = gemma()
     models = dict.fromkeys(names, stock)
-    if "applied" in names:
-        models["applied"] = swa_pass.apply(gemma()[0], backend=given.backend)
+    for name in set(names) & {"rings", "applied"}:
+        models[name] = swa_pass.apply(gemma()[0], backend=given.backend, decode_linear=name == "applied")
     ids = context_ids(tokenizer, given.context, batch)
     # One generate call per round writes steps + 1 tokens, and one more round warms up.
     length = given.context + (given.rounds + 1) * (given.steps + 1)
@@ -160,7 +162,7 @@ class Runner:
         self.cache = measure.repeat_rows(first.cache, len(ids))
 
     def _empty_cache(self, length: int) -> Any:
-        if self.variant == "applied":
+        if self.variant in ("rings", "applied"):
             return None  # the model brings its own
         if self.variant == "dynamic":
             return DynamicCache(config=self.model.config)
@@ -207,7 +209,7 @@ def table(results: list[dict[str, Any]], given: argparse.Namespace) -> Table:
         shown.add_column(name, justify="right", no_wrap=True)
     for batch in dict.fromkeys(result["batch"] for result in results):
         rows = [result for result in results if result["batch"] == batch]
-        best = min((r["step_ms"] for r in rows if r["variant"] != "applied"), default=None)
+        best = min((r["step_ms"] for r in rows if r["variant"] not in ("rings", "applied")), default=None)
         for row in rows:
             low, high = row["quartiles_ms"]
             shown.add_row(

@@ -1,6 +1,6 @@
 """swa_pass: sliding-window attention on ring buffers, for any Hugging Face model.
 
-    model = swa_pass.apply(model)
+model = swa_pass.apply(model)
 """
 
 from __future__ import annotations

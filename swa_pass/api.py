@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .cache import HybridCache
 from .capture import discover, first_line
 from .compat import cache_argument, generate_cache_key
 from .log import logger
@@ -23,7 +24,7 @@ _KEY = "_swa_pass"
 _HOOKS = ("forward", "_prepare_cache_for_generation")
 
 
-def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int = 16) -> Any:
+def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int = 16, decode_linear: bool = True) -> Any:
     """Makes a Hugging Face decoder run its sliding-window layers on ring buffers. Returns the same object.
 
     Nothing is captured yet: that happens at the first call, or in `warmup`. Weights, config, dtype and state_dict stay
@@ -35,6 +36,8 @@ def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int =
             is found, the graph as it is for prefill.
         strict: raise when a layer could not be rewritten, instead of one warning.
         slack: tokens by which a ring can be rolled back exactly.
+        decode_linear: half-precision linears of a decode step on CPU run in our kernel (see `passes.decode_linear`).
+            False leaves them to torch; to measure what the rings alone bring.
 
     Raises:
         TypeError: not a model with a config and a forward.
@@ -49,7 +52,7 @@ def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int =
     if not _may_slide(model):
         logger.warning("swa_pass: %s has no sliding layer; it is left unchanged.", type(model).__name__)
         return model
-    runtime = Runtime(model, resolve_backends(backend), strict, slack)
+    runtime = Runtime(model, resolve_backends(backend), strict, slack, decode_linear)
     model.__dict__[_KEY] = runtime
     model.forward = MethodType(_wrapped_forward(type(model).forward), model)
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -154,9 +157,12 @@ def _prepare_cache_for_generation(
         from .log import say_once
 
         say_once(self, f"swa_pass: stock path: cache_implementation={chosen!r} was asked for and is used")
+    max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
+    ours = model_kwargs.get(key)
+    if given and isinstance(ours, HybridCache):
+        ours.clock.hint = max_length  # it goes on to this length: grow once
     if given or chosen is not None or generation_config.use_cache is False or self.training or not runtime.active:
         return original(self, generation_config, model_kwargs, *args, **kwargs)
-    max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
     model_kwargs[key] = runtime.make_cache(hint=max_length)
     return None
 

@@ -41,4 +41,12 @@ def output_cache(output: Any) -> Any:
     return None
 
 
-__all__ = ["CACHE_NAMES", "TRANSFORMERS", "Cache", "CacheLayerMixin", "cache_argument", "generate_cache_key", "output_cache"]
+__all__ = [
+    "CACHE_NAMES",
+    "TRANSFORMERS",
+    "Cache",
+    "CacheLayerMixin",
+    "cache_argument",
+    "generate_cache_key",
+    "output_cache",
+]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import Any, TypeAlias
 
 # ---------------------------------------------------------------------------------------------- scalar formulas
 
@@ -121,7 +121,7 @@ class Opaque:
         return f"<{self.why}>"
 
 
-Formula = Union[Lin, AtLeastZero, And, Or, Not, Select, Opaque, bool, float]
+Formula: TypeAlias = Lin | AtLeastZero | And | Or | Not | Select | Opaque | bool | float
 
 
 def maximum(a: Lin, b: Lin) -> Lin:
@@ -132,14 +132,16 @@ def maximum(a: Lin, b: Lin) -> Lin:
     return Lin.symbol(("max", first, second))
 
 
-def _logical(kind: type, identity: bool, a: Formula, b: Formula) -> Formula:
-    parts: list[Formula] = []
+def _logical(kind: type[And] | type[Or], identity: bool, a: Formula, b: Formula) -> Formula:
+    parts: list[Any] = []
     for part in (a, b):
         if isinstance(part, bool):
             if part is not identity:
                 return part
-            continue
-        parts.extend(part.parts if isinstance(part, kind) else [part])  # type: ignore[attr-defined]
+        elif isinstance(part, (And, Or)) and isinstance(part, kind):
+            parts.extend(part.parts)
+        else:
+            parts.append(part)
     if not parts:
         return identity
     return parts[0] if len(parts) == 1 else kind(tuple(parts))

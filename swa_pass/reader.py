@@ -86,7 +86,7 @@ def reads(*names: str) -> Callable[[Reader], Reader]:
 
 @reads("arange")
 def _arange(node: Node, memo: dict[Node, Field]) -> Field:
-    bounds = [a for a in node.args if a is not None]
+    bounds: list[Any] = [a for a in node.args if a is not None]
     if "end" in node.kwargs:
         bounds.append(node.kwargs["end"])
     start = integer(argument(node, 99, "start", bounds[0] if len(bounds) > 1 else 0))
@@ -97,7 +97,19 @@ def _arange(node: Node, memo: dict[Node, Field]) -> Field:
     return Field(shape_of(node), lambda index: first + index[0].scaled(stride))
 
 
-@reads("new_ones", "ones", "ones_like", "new_zeros", "zeros", "zeros_like", "full", "full_like", "new_full", "tensor", "scalar_tensor")
+@reads(
+    "new_ones",
+    "ones",
+    "ones_like",
+    "new_zeros",
+    "zeros",
+    "zeros_like",
+    "full",
+    "full_like",
+    "new_full",
+    "tensor",
+    "scalar_tensor",
+)
 def _filled(node: Node, memo: dict[Node, Field]) -> Field:
     fake = example(node)
     name = op_name(node)
@@ -249,7 +261,8 @@ def _drop_or_add_ones(node: Node, memo: dict[Node, Field]) -> Field:
         return _leaf(node, example(node))
     from_out = dict(zip(kept_in, kept_out, strict=True))
     return Field(
-        shape, lambda index: source.at(tuple(index[from_out[d]] if d in from_out else Lin(0) for d in range(source.ndim)))
+        shape,
+        lambda index: source.at(tuple(index[from_out[d]] if d in from_out else Lin(0) for d in range(source.ndim))),
     )
 
 
@@ -258,8 +271,8 @@ def _permute(node: Node, memo: dict[Node, Field]) -> Field:
     source = read(node.args[0], memo)
     order = list(range(source.ndim))
     if op_name(node) == "permute":
-        dims = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
-        order = [d % source.ndim for d in dims]  # type: ignore[operator, union-attr]
+        dims: Any = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
+        order = [d % source.ndim for d in dims]
     else:
         a, b = (node.args[1], node.args[2]) if op_name(node) == "transpose" else (0, 1)
         order[a], order[b] = order[b], order[a]  # type: ignore[index]

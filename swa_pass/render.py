@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from rich.table import Table
 
-from .spec import Report
+from .spec import LayerSpec, Report
 
 
 def render(report: Report, context: int = 32768) -> str:
@@ -31,7 +31,8 @@ def render(report: Report, context: int = 32768) -> str:
     console.print(table)
     ours, stock = report.kv_bytes(context), report.stock_kv_bytes(context)
     console.print(
-        f"{len(report.rewritten)} of {len(report.sliding)} sliding layers rewritten, {len(report.layers)} layers in all. "
+        f"{len(report.rewritten)} of {len(report.sliding)} sliding layers rewritten, "
+        f"{len(report.layers)} layers in all. "
         f"KV at {context:,} tokens, one row: {ours / 2**20:.1f} MiB "
         f"(full context in every layer: {stock / 2**20:.1f} MiB)."
     )
@@ -40,13 +41,13 @@ def render(report: Report, context: int = 32768) -> str:
     return out.getvalue().rstrip()
 
 
-def _runs(report: Report) -> list[tuple[int, int, object]]:
+def _runs(report: Report) -> list[tuple[int, int, LayerSpec]]:
     """Consecutive layers that differ in nothing but their index."""
     from dataclasses import replace
 
-    runs: list[tuple[int, int, object]] = []
+    runs: list[tuple[int, int, LayerSpec]] = []
     for spec in report.layers:
-        if runs and replace(spec, index=runs[-1][2].index) == runs[-1][2]:  # type: ignore[attr-defined]
+        if runs and replace(spec, index=runs[-1][2].index) == runs[-1][2]:
             runs[-1] = (runs[-1][0], spec.index, runs[-1][2])
         else:
             runs.append((spec.index, spec.index, spec))

@@ -49,11 +49,14 @@ class NeedsTimeOrder(Exception):
 class Runtime:
     """State of one applied model: what was proven about it, and its compiled steps."""
 
-    def __init__(self, model: Any, backends: dict[str, Any], strict: bool, slack: int) -> None:
+    def __init__(
+        self, model: Any, backends: dict[str, Any], strict: bool, slack: int, decode_linear: bool = True
+    ) -> None:
         self.model = model
         self.backends = backends
         self.strict = strict
         self.slack = slack
+        self.decode_linear = decode_linear
         self.stock: Callable[..., Any] = model.forward
         self.parameters = list(inspect.signature(self.stock).parameters)
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
@@ -99,12 +102,15 @@ class Runtime:
     def _announce(self, specs: tuple[LayerSpec, ...]) -> None:
         refused = [s for s in specs if s.action == "refused"]
         if self.failure or refused:
-            what = self.failure or f"{len(refused)} of {len(specs)} layers refused, first layer {refused[0].index}: " + (
-                refused[0].reason
-            )
+            what = self.failure
+            if not what:
+                first = refused[0]
+                what = f"{len(refused)} of {len(specs)} layers refused, first layer {first.index}: {first.reason}"
             if self.strict:
                 raise RuntimeError(f"swa_pass (strict): {what}")
-            logger.warning("swa_pass: %s. The model runs its stock path; swa_pass.explain(model) lists every layer.", what)
+            logger.warning(
+                "swa_pass: %s. The model runs its stock path; swa_pass.explain(model) lists every layer.", what
+            )
         elif not any(s.kind == "sliding" for s in specs):
             logger.warning("swa_pass: no layer of this model slides (proven from its masks); it runs its stock path.")
         else:
@@ -191,7 +197,8 @@ class Runtime:
 class Step:
     """One kind of call, prefill or decode, compiled once for each form in which callers make it.
 
-    rewrites: what the passes did to each graph that was compiled.  failed: forms that Dynamo could not compile, and why.
+    rewrites: what the passes did to each graph that was compiled.
+    failed: forms that Dynamo could not compile, and why.
     """
 
     def __init__(self, runtime: Runtime, kind: str) -> None:
@@ -216,7 +223,7 @@ class Step:
             cache.clock.managed = False
 
     def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        rewrite = rewrite_graph(gm, lower=True)
+        rewrite = rewrite_graph(gm, lower=self.runtime.decode_linear)
         self.rewrites.append(rewrite)
         compiled = inner_compiler(self.runtime.backends[self.kind])(gm, inputs)
         if not rewrite.views_left:

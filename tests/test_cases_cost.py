@@ -10,6 +10,7 @@ import torch
 from helpers import W, assert_oracle, feed, full_logits, make_pair, one_by_one, shared_pair, token_ids
 from torch._inductor import compile_fx
 
+from swa_pass.compat import output_cache
 from swa_pass.graph import op_name
 
 
@@ -18,7 +19,7 @@ def test_case_53_a_huge_window_allocates_little():
     pair = make_pair("mistral", sliding_window=10**6)
     output = pair.model.generate(token_ids(5), max_new_tokens=20, do_sample=False, return_dict_in_generate=True)
     small = make_pair("mistral", sliding_window=10**9)
-    assert output.cache.nbytes <= small.model.config.num_hidden_layers * 2 * 2 * 64 * 16 * 4
+    assert output_cache(output).nbytes <= small.model.config.num_hidden_layers * 2 * 2 * 64 * 16 * 4
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
@@ -29,8 +30,8 @@ def test_case_53_a_cache_dies_with_its_generate(family):
 
     def generate():
         output = pair.model.generate(token_ids(5), max_new_tokens=W, do_sample=False, return_dict_in_generate=True)
-        alive.extend(weakref.ref(layer.k_store) for layer in output.cache.layers)
-        alive.append(weakref.ref(output.cache))
+        alive.extend(weakref.ref(layer.k_store) for layer in output_cache(output).layers)
+        alive.append(weakref.ref(output_cache(output)))
 
     for _ in range(3):
         generate()

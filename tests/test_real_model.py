@@ -6,7 +6,6 @@ plainly visible (0.03 % of perplexity, 0.1 of a token's log-probability), in bfl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -25,11 +24,11 @@ SLIDING = [*range(5), *range(6, 11), *range(12, 17)]
 
 
 @pytest.fixture(scope="module")
-def real() -> Iterator[SimpleNamespace]:
+def real() -> SimpleNamespace:
     model, tokenizer = gemma(torch.float32)
     model.generation_config.eos_token_id = None
     ids = tokenizer(document() + "\n\n" + document(), return_tensors="pt").input_ids[:, :TOTAL]
-    yield SimpleNamespace(model=model, tokenizer=tokenizer, ids=ids)
+    return SimpleNamespace(model=model, tokenizer=tokenizer, ids=ids)
 
 
 @torch.no_grad()

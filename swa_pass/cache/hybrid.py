@@ -50,7 +50,9 @@ class HybridCache(Cache):
         max_length: int | None = None,
     ) -> None:
         if not windows:
-            raise ValueError("windows is empty: give one entry per layer (a window in keys, or None for a global layer)")
+            raise ValueError(
+                "windows is empty: give one entry per layer (a window in keys, or None for a global layer)"
+            )
         self.clock = Clock(last=len(windows) - 1, slack=slack, hint=hint, max_length=max_length)
         super().__init__(layers=[StoreLayer(i, window, self.clock) for i, window in enumerate(windows)])
 

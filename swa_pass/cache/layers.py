@@ -112,7 +112,7 @@ class StoreLayer(CacheLayerMixin):
             self._check(like_v, self.v_store, "values")
         self.check_limit(new)
         limit = self.clock.max_length
-        capacity = self.policy.capacity_needed(new)
+        capacity = self.policy.capacity_needed(new, self.clock.hint)
         if self.k_store is None:
             expected = self.clock.hint if limit is None or self.is_sliding else limit
             capacity = max(capacity, capacity_for(expected, self.policy.window, self.policy.slack))
@@ -140,7 +140,7 @@ class StoreLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ transformers protocol
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Takes new keys (B, kv_heads, q, head_dim) and values, returns those that the queries may see, in time order."""
+        """Takes new keys (B, kv_heads, q, head_dim) and values; returns what the queries may see, in time order."""
         if torch.compiler.is_compiling():
             return self._update_traced(key_states, value_states)
         return self._update_eager(key_states, value_states)
@@ -154,7 +154,8 @@ class StoreLayer(CacheLayerMixin):
                 "torch.no_grad(), or pass a stock DynamicCache for training."
             )
         self.reserve(k, v, new)
-        assert self.k_store is not None and self.v_store is not None
+        assert self.k_store is not None
+        assert self.v_store is not None
         if not self.is_sliding:
             _write(self.k_store, k, policy, new)
             _write(self.v_store, v, policy, new)
@@ -173,8 +174,8 @@ class StoreLayer(CacheLayerMixin):
         clock = self.clock
         if self.k_store is None or self.v_store is None or clock.lengths is None:
             raise RuntimeError(
-                f"layer {self.index}: a compiled call needs allocated stores. Call cache.early_initialization(...) first, "
-                "or run the prompt eagerly."
+                f"layer {self.index}: a compiled call needs allocated stores. Call cache.early_initialization(...) "
+                "first, or run the prompt eagerly."
             )
         ops = torch.ops.swa_pass
         keys = ops.view.default(self.k_store, k, clock.lengths, self.window, self.index, clock.starts)

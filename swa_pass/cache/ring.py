@@ -60,8 +60,11 @@ class RingPolicy:
         """Past tokens that the next query sees."""
         return self.seen if self.window is None else min(self.seen, self.window - 1)
 
-    def capacity_needed(self, new: int) -> int:
-        """Capacity that must be allocated before `new` tokens may be written (geometric growth, as in a list)."""
+    def capacity_needed(self, new: int, hint: int = 0) -> int:
+        """Capacity that must be allocated before `new` tokens may be written.
+
+        Growth is geometric, as in a list, unless `hint` says how many tokens there will be.
+        """
         needed = self.seen + new
         if self.window is not None:
             useful = self.window + self.slack
@@ -70,7 +73,8 @@ class RingPolicy:
             needed = min(needed, useful)
         if needed <= self.capacity:
             return self.capacity
-        grown = capacity_for(max(needed, 2 * self.capacity), self.window, self.slack)
+        expected = hint if hint >= needed else max(needed, 2 * self.capacity)
+        grown = capacity_for(expected, self.window, self.slack)
         if needed > grown:  # a recorded burst; bursts tend to get longer, so leave room
             grown = capacity_for(needed + needed // 2, None, 0)
         return grown

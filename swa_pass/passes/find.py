@@ -131,6 +131,8 @@ def unmatched_views(gm: GraphModule, findings: list[Finding]) -> list[UnmatchedV
     result = []
     for layer, nodes in views.items():
         users = sorted({op_name(user) for node in nodes for user in node.users})
-        reason = f"the keys and values go into {', '.join(users) or 'nothing'}, which is no attention idiom that is known"
+        reason = (
+            f"the keys and values go into {', '.join(users) or 'nothing'}, which is no attention idiom that is known"
+        )
         result.append(UnmatchedView(layer, nodes[0], nodes[-1], reason))
     return result

@@ -129,8 +129,8 @@ def _without_maximum(scores: Any) -> Any:
     while isinstance(maximum, Node) and op_name(maximum) in ("getitem", "getattr", "values"):
         maximum = maximum.args[0]
     if isinstance(maximum, Node) and op_name(maximum) in ("max", "amax") and maximum.args[0] is scores.args[0]:
-        if argument(maximum, 1, "dim", None) in (-1, [-1], (-1,)) and argument(maximum, 2, "keepdim", False):
-            return _through(scores.args[0])
+        over_keys = argument(maximum, 1, "dim", None) in (-1, [-1], (-1,))
+        return _through(scores.args[0]) if over_keys and argument(maximum, 2, "keepdim", False) else scores
     return scores
 
 
@@ -209,7 +209,8 @@ def _times_number(node: Any) -> tuple[Any, float]:
 
 def _first_matmul(node: Node) -> Any:
     """The matmul behind a refused chain, so that the refusal can name its layer."""
-    seen, queue = set(), [node]
+    seen: set[Node] = set()
+    queue = [node]
     while queue:
         current = queue.pop(0)
         if op_name(current) in _MATMUL and current is not node and _untransposed(current.args[1]) is not None:

@@ -17,7 +17,8 @@ def match(node: Node) -> AttentionSite | None:
     if node.op != "call_function" or op_name(node) != "scaled_dot_product_attention" or not shape_of(node):
         return None
     query, key, value, mask, dropout, is_causal = (
-        argument(node, i, name, default) for i, (name, default) in enumerate(zip(_ARGUMENTS, (None,) * 4 + (0.0, False)))
+        argument(node, i, name, default)
+        for i, (name, default) in enumerate(zip(_ARGUMENTS, (None,) * 4 + (0.0, False)))
     )
     unknown = sorted(set(node.kwargs) - _KEYWORDS)
     head_dim = shape_of(query)[-1]
