@@ -1,4 +1,4 @@
-"""A machine without a C++ compiler: torch ops instead of kernels, graphs without Inductor, the same logits, said once."""
+"""A machine without a C++ compiler: torch ops instead of kernels, graphs without Inductor, the same logits."""
 
 from __future__ import annotations
 
