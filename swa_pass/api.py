@@ -13,8 +13,8 @@ import torch
 
 from .cache import HybridCache
 from .capture import discover, first_line
-from .compat import cache_argument, generate_cache_key
-from .log import logger
+from .compat import cache_argument
+from .log import logger, say_once
 from .ops.build import find_compiler
 from .passes import Rewrite, rewrite_graph
 from .runtime import Runtime, inner_compiler
@@ -150,12 +150,10 @@ def _prepare_cache_for_generation(
     """Gives `generate` a HybridCache, unless the caller chose a cache, an implementation, or none."""
     runtime: Runtime = self.__dict__[_KEY]
     original = type(self)._prepare_cache_for_generation
-    key = generate_cache_key(self)
+    key = runtime.cache_name
     chosen = generation_config.cache_implementation
     given = any(model_kwargs.get(name) is not None for name in (key, "cache", "past_key_values"))
     if chosen is not None:
-        from .log import say_once
-
         say_once(self, f"swa_pass: stock path: cache_implementation={chosen!r} was asked for and is used")
     max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
     ours = model_kwargs.get(key)

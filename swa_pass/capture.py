@@ -10,8 +10,6 @@ from __future__ import annotations
 import itertools
 import time
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,7 +107,7 @@ def capture(model: Any, forward: Any) -> GraphModule:
         return run
 
     started = time.perf_counter()
-    with torch.no_grad(), _untouched_dynamo():
+    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
         try:
             torch.compile(own_code(call), backend=stop, fullgraph=True, dynamic=False)(forward, kwargs)
         except _Captured as captured:
@@ -118,13 +116,6 @@ def capture(model: Any, forward: Any) -> GraphModule:
         except Exception as error:
             raise CaptureError(f"Dynamo could not capture the forward as one graph: {first_line(error)}") from error
     raise CaptureError("the forward ran without reaching a graph")
-
-
-@contextmanager
-def _untouched_dynamo() -> Iterator[None]:
-    """A capture must not fail because of limits that earlier compilations of the user used up."""
-    with torch._dynamo.config.patch(suppress_errors=False):
-        yield
 
 
 def call(forward: Any, kwargs: dict[str, Any]) -> Any:

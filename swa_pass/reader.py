@@ -20,7 +20,6 @@ from torch.fx import Node
 
 from .formula import (
     COMPARISONS,
-    AtLeastZero,
     Field,
     Formula,
     Lin,
@@ -342,6 +341,3 @@ def _take(key: Any, size: Any) -> tuple[bool, Lin, int] | None:
             return None
         offset = length + offset
     return True, offset, 0
-
-
-__all__ = ["AtLeastZero", "read"]
