@@ -1,5 +1,6 @@
 # make demo   the main job on a real model, with a table      make test   lint, types and tests
-# make bench  decode benchmark                                make clean  remove what the others made
+# make bench  decode benchmark                                make families  docs/families.md: every family against stock
+# make clean  remove what the others made
 #
 # Only Python 3.10+ and a C++ compiler are needed; everything else goes into .venv.
 
@@ -18,11 +19,11 @@ PIP_FLAGS  := --disable-pip-version-check
 # The tests of the examples, the demo and the packaging do not depend on the transformers version.
 CORE_TESTS := tests --ignore=tests/test_packaging.py --ignore=tests/test_examples.py --ignore=tests/test_demo.py
 
-.PHONY: help demo test lint bench test-transformers-5.17 clean
+.PHONY: help demo test lint bench families test-transformers-5.17 clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,5p' Makefile
+	@sed -n '1,6p' Makefile
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -64,6 +65,9 @@ test-transformers-5.17: $(VENV_OLDEST)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
+
+families: $(VENV)/.ready
+	$(BIN)/python tests/families.py --write docs/families.md
 
 clean:
 	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

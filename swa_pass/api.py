@@ -15,6 +15,7 @@ from .cache import HybridCache
 from .capture import discover, first_line
 from .compat import cache_argument
 from .log import logger, say_once
+from .notes import contradictions
 from .ops.build import find_compiler
 from .passes import Rewrite, rewrite_graph
 from .runtime import Runtime, inner_compiler
@@ -77,9 +78,9 @@ def explain(model: Any) -> Report:
     if runtime is None:
         _check(model)
         specs: tuple[LayerSpec, ...] = discover(model, model.forward)
-        return Report(type(model).__name__, specs, slack=16)
+        return Report(type(model).__name__, specs, 16, tuple(contradictions(model.config, specs)))
     specs = tuple(_as_compiled(spec, runtime) for spec in runtime.specs)
-    notes = [runtime.failure] if runtime.failure else []
+    notes = [runtime.failure] if runtime.failure else contradictions(model.config, specs)
     for step in runtime.steps.values():
         notes += [f"a {step.kind} step runs eager: {why}" for why in step.failed.values()]
     return Report(type(model).__name__, specs, runtime.slack, tuple(notes))

@@ -8,6 +8,7 @@ below the window, and the layer would look global). The graph is never run: two 
 from __future__ import annotations
 
 import itertools
+import re
 import time
 import types
 from typing import Any
@@ -16,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compat import Cache, CacheLayerMixin, cache_argument
+from .compat import Cache, CacheLayerMixin, cache_argument, mixed_layers, state_layers
 from .graph import example, shape_of
-from .log import logger
+from .log import logger, quiet_capture
 from .passes import Finding, find_sites
 from .passes.find import UnmatchedView, unmatched_views
 from .spec import LayerSpec
@@ -76,11 +77,20 @@ class ProbeLayer(CacheLayerMixin):
 
 
 class ProbeCache(Cache):
-    """A cache of `ProbeLayer`, as many as the model asks for."""
+    """A cache of `ProbeLayer`, as many as the model asks for, with a hybrid model's own `states` in between."""
 
-    def __init__(self, layers: int, device: torch.device) -> None:
+    layers: list[Any]
+
+    def __init__(self, layers: int, device: torch.device, states: dict[int, Any]) -> None:
         lengths = torch.full((1,), _PROBE_SLOTS // 2, dtype=torch.int64, device=device)
-        super().__init__(layers=[ProbeLayer(i, lengths) for i in range(layers)])
+        self.keyed = next((i for i in range(layers) if i not in states), 0)
+        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths) for i in range(layers)])
+
+    def get_seq_length(self, layer_idx: int = 0) -> Any:
+        return self.layers[self.keyed].get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, Any]:
+        return self.layers[self.keyed].get_mask_sizes(query_length)
 
 
 def capture(model: Any, forward: Any) -> GraphModule:
@@ -94,9 +104,15 @@ def capture(model: Any, forward: Any) -> GraphModule:
         raise CaptureError("the model's forward takes no cache argument")
     device = next(model.parameters()).device
     layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    mixed = mixed_layers(model.config)
+    if mixed:
+        raise CaptureError(
+            f"cache layers {', '.join(map(str, mixed))} hold keys and a convolution or recurrence state in one layer, "
+            "for which there is no ring yet"
+        )
     kwargs = {
         "input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
-        name: ProbeCache(layers, device),
+        name: ProbeCache(layers, device, state_layers(model.config)),
         "use_cache": True,
     }
 
@@ -107,7 +123,7 @@ def capture(model: Any, forward: Any) -> GraphModule:
         return run
 
     started = time.perf_counter()
-    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False):
+    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False), quiet_capture():
         try:
             torch.compile(own_code(call), backend=stop, fullgraph=True, dynamic=False)(forward, kwargs)
         except _Captured as captured:
@@ -145,7 +161,8 @@ def first_line(error: BaseException) -> str:
             break
         error = inner
     text = str(error).strip()
-    return f"{type(error).__name__}: {text.splitlines()[0] if text else ''}"
+    cause = re.search(r"got (\w+\(.*\))", text)  # an operation failed while it was traced
+    return f"{type(error).__name__}: {cause.group(1) if cause else text.splitlines()[0] if text else ''}"
 
 
 def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
@@ -157,6 +174,9 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
     findings = find_sites(gm)
     specs = [_spec(group) for group in _by_layer(findings).values()]
     specs += [_unmatched(view) for view in unmatched_views(gm, findings)]
+    written = {spec.index for spec in specs}
+    device = next(model.parameters()).device
+    specs += [_state(index, device) for index in state_layers(model.config) if index not in written]
     specs.sort(key=lambda spec: spec.index)
     if [spec.index for spec in specs] != list(range(len(specs))):
         raise CaptureError(f"the model writes cache layers {[spec.index for spec in specs]}, not 0, 1, 2, ...")
@@ -181,10 +201,16 @@ def _spec(group: list[Finding]) -> LayerSpec:
         kind, action, reason = "other", "refused", refusal
     elif kind == "full":
         action, reason = "kept", "global attention: every earlier key is visible, so there is nothing to evict"
+    elif kind == "chunked":
+        action = "kept"
+        reason = (
+            f"chunked attention: a query sees the keys of its own chunk of {first.mask.window}, which is no window "
+            "that slides; the layer keeps its keys in a linear store and its own mask"
+        )
     return LayerSpec(
         index=first.layer,
         kind=kind,
-        window=None if refusal else first.mask.window,
+        window=first.mask.window if kind == "sliding" else None,
         action=action,
         reason=reason,
         heads=int(shape_of(first.site.query)[1]),
@@ -198,6 +224,12 @@ def _spec(group: list[Finding]) -> LayerSpec:
         softcap=first.site.softcap,
         sinks=first.site.sinks is not None,
     )
+
+
+def _state(index: int, device: torch.device) -> LayerSpec:
+    nothing = torch.get_default_dtype()
+    reason = "no attention: a convolution or recurrence, whose state stays what transformers makes it"
+    return LayerSpec(index, "state", None, "kept", reason, 0, 0, 0, 0, nothing, nothing, device)
 
 
 def _unmatched(view: UnmatchedView) -> LayerSpec:

@@ -12,7 +12,7 @@ from typing import Any
 
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
 
 TRANSFORMERS = Version(transformers.__version__)
 if Version("5.17.0") > TRANSFORMERS:
@@ -32,6 +32,41 @@ def generate_cache_key(model: Any) -> str:
     return cache_argument(model.forward) or CACHE_NAMES[0]
 
 
+def _stock_layers(config: Any) -> list[Any]:
+    """The layers of the model's own DynamicCache, new and empty; none where stock cannot make one."""
+    try:
+        return list(DynamicCache(config=config).layers)
+    except Exception:
+        return []
+
+
+def state_layers(config: Any) -> dict[int, Any]:
+    """The cache layers of a hybrid model that hold a convolution or recurrence state and no keys, new and empty.
+
+    Which they are is the model's own business: they are what its `DynamicCache` has at these places.
+    """
+    return {i: layer for i, layer in enumerate(_stock_layers(config)) if _has_state(layer) and not _has_keys(layer)}
+
+
+def mixed_layers(config: Any) -> list[int]:
+    """Places where the model's own cache has both keys and such a state in one layer."""
+    return [i for i, layer in enumerate(_stock_layers(config)) if _has_state(layer) and _has_keys(layer)]
+
+
+def _has_state(layer: Any) -> bool:
+    return isinstance(layer, LinearAttentionCacheLayerMixin)
+
+
+def _has_keys(layer: Any) -> bool:
+    return hasattr(layer, "update")
+
+
+def stock_windows(config: Any) -> list[int | None]:
+    """The window that each layer of the model's own DynamicCache evicts by; None where it keeps everything."""
+    layers = _stock_layers(config)
+    return [getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None for layer in layers]
+
+
 def output_cache(output: Any) -> Any:
     """The cache in a model or generate output, under either name."""
     for name in CACHE_NAMES:
@@ -48,5 +83,8 @@ __all__ = [
     "CacheLayerMixin",
     "cache_argument",
     "generate_cache_key",
+    "mixed_layers",
     "output_cache",
+    "state_layers",
+    "stock_windows",
 ]

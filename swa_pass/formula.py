@@ -60,6 +60,8 @@ class Lin:
 def _symbol_name(key: Any) -> str:
     if isinstance(key, tuple) and key and key[0] == "max":
         return f"max({key[1]}, {key[2]})"
+    if isinstance(key, tuple) and key and key[0] == "floor":
+        return f"floor(({key[1]}) / {key[2]})"
     if isinstance(key, tuple):
         return f"{key[0]}[{', '.join(map(str, key[1:]))}]"
     return str(key)
@@ -130,6 +132,30 @@ def maximum(a: Lin, b: Lin) -> Lin:
         return a if (a - b).const >= 0 else b
     first, second = sorted((a, b), key=repr)
     return Lin.symbol(("max", first, second))
+
+
+#: Names of the index variables in a mask's formula.
+INDEXES = ("batch", "head", "q", "k")
+
+
+def is_nonnegative(a: Lin) -> bool:
+    """True for a form that is at least zero because every symbol in it (an index, a size) is."""
+    return a.const >= 0 and all(c > 0 and _never_negative(key) for key, c in a.terms)
+
+
+def _never_negative(symbol: Any) -> bool:
+    if symbol in INDEXES:
+        return True
+    if isinstance(symbol, tuple) and symbol[0] == "max":
+        return any(part.is_const and part.const >= 0 for part in symbol[1:])
+    return isinstance(symbol, tuple) and symbol[0] == "size"
+
+
+def quotient(a: Lin, divisor: int) -> Lin:
+    """``floor(a / divisor)``, `divisor` > 0, as an opaque symbol with a canonical name."""
+    if a.is_const:
+        return Lin(a.const // divisor)
+    return Lin.symbol(("floor", a, divisor))
 
 
 def _logical(kind: type[And] | type[Or], identity: bool, a: Formula, b: Formula) -> Formula:

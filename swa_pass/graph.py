@@ -18,6 +18,7 @@ _OPERATOR_NAMES = {
     operator.sub: "sub",
     operator.mul: "mul",
     operator.truediv: "truediv",
+    operator.floordiv: "floordiv",
     operator.matmul: "matmul",
     operator.neg: "neg",
     operator.and_: "and",

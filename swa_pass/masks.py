@@ -4,9 +4,10 @@ The mask's formula (see `reader`) is a statement about a query index and a key i
 both given as linear forms, ``d = query position - key position`` is the only thing that a causal or a sliding mask may
 depend on, and a conjunction of bounds on ``d`` is decided exactly, for *all* positions:
 
-    d >= 0                          full causal
-    d >= 0  and  d <= W - 1         sliding causal: W keys, the query's own included
-    anything else                   named, and refused
+    d >= 0                                        full causal
+    d >= 0  and  d <= W - 1                       sliding causal: W keys, the query's own included
+    d >= 0  and  floor(query/C) == floor(key/C)   chunked: the query's own chunk of C, up to itself
+    anything else                                 named, and refused
 
 Nothing is probed numerically and no configuration is read.
 """
@@ -18,7 +19,23 @@ from typing import Any
 
 from torch.fx import Node
 
-from .formula import And, AtLeastZero, Field, Formula, Lin, Not, Opaque, Or, Select, broadcast_at, conjunction, is_one
+from .formula import (
+    INDEXES,
+    And,
+    AtLeastZero,
+    Field,
+    Formula,
+    Lin,
+    Not,
+    Opaque,
+    Or,
+    Select,
+    broadcast_at,
+    conjunction,
+    is_nonnegative,
+    is_one,
+    quotient,
+)
 from .reader import read
 
 #: An additive mask hides a key with a number at or below this: after softmax the weight is exactly zero for any
@@ -26,12 +43,18 @@ from .reader import read
 ADDITIVE_HIDDEN = -1e4
 
 
+#: Verdicts about which nothing can be said that a rewrite could use; each comes with a reason.
+REFUSED = ("unknown", "bidirectional", "blocks")
+
+
 @dataclass(frozen=True)
 class Mask:
     """Verdict about a mask.
 
-    kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self) or ``"unknown"``.
-    reason: for ``"unknown"``, which part of the formula could not be proven.
+    kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self), ``"chunked"`` (causal
+    within chunks of `window` keys), ``"bidirectional"``, ``"blocks"`` (causal, and more keys by another rule: a prefix,
+    an image) or ``"unknown"``.
+    reason: for the last three, which part of the formula stands against a rewrite.
     """
 
     kind: str
@@ -65,7 +88,7 @@ def prove(
         return unknown(f"the mask has {field.ndim} dimensions")
     query = Lin(0) if is_one(queries) else Lin.symbol("q")
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
-    index = (Lin.symbol("batch"), Lin.symbol("head"), query, key)[-field.ndim :]
+    index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-field.ndim :]
     return decide(broadcast_at(field, index), query_offset + query, key_offset + key)
 
 
@@ -77,13 +100,14 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
     parts = formula.parts if isinstance(formula, And) else (formula,)
     lower: int | None = None  # d >= lower
     upper: int | None = None  # d <= upper
+    chunk, parts = _chunk(parts, query, key)
     for part in parts:
         if part is True or _always(part):
             continue
         if part is False:
             return unknown("the mask hides every key")
         if not isinstance(part, AtLeastZero):
-            return unknown(_describe(part))
+            return Mask("blocks" if isinstance(part, Or) else "unknown", None, _describe(part))
         with_d = part.lin - (query - key)
         against_d = part.lin + (query - key)
         if with_d.is_const:  # d + c >= 0
@@ -95,14 +119,29 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
         else:
             return unknown(f"the mask depends on more than the distance of query and key: {part}")
     if lower is None:
-        return unknown("the mask lets a query see later keys (it is not causal)")
+        return Mask("bidirectional", None, "the mask lets a query see later keys (it is not causal)")
     if lower != 0:
-        return unknown(f"the mask hides the {lower} nearest keys" if lower > 0 else f"it sees {-lower} keys ahead")
+        if lower < 0:
+            return Mask("bidirectional", None, f"the mask lets a query see {-lower} later keys")
+        return unknown(f"the mask hides the {lower} nearest keys")
+    if chunk is not None:
+        return Mask("chunked", chunk) if upper is None else unknown("the mask is both chunked and sliding")
     if upper is None:
         return Mask("full")
     if upper < 0:
         return unknown("the mask hides every key")
     return Mask("sliding", window=upper + 1)
+
+
+def _chunk(parts: tuple[Any, ...], query: Lin, key: Lin) -> tuple[int | None, tuple[Any, ...]]:
+    """C, if among the parts are both halves of ``floor(query / C) == floor(key / C)``; and the other parts."""
+    sizes = {k[2] for part in parts if isinstance(part, AtLeastZero) for k, _ in part.lin.terms if k[0] == "floor"}
+    for size in sizes:
+        ahead = quotient(query, size) - quotient(key, size)
+        halves = {AtLeastZero(ahead), AtLeastZero(-ahead)}
+        if halves <= set(parts):
+            return size, tuple(part for part in parts if part not in halves)
+    return None, parts
 
 
 def _visible(formula: Formula) -> Any:
@@ -124,17 +163,7 @@ def _visible(formula: Formula) -> Any:
 
 def _always(part: Formula) -> bool:
     """True for an atom that holds because every symbol in it (an index, a size) is at least zero."""
-    if not isinstance(part, AtLeastZero) or part.lin.const < 0:
-        return False
-    return all(c > 0 and _never_negative(key) for key, c in part.lin.terms)
-
-
-def _never_negative(symbol: Any) -> bool:
-    if symbol in ("batch", "head", "q", "k"):
-        return True
-    if isinstance(symbol, tuple) and symbol[0] == "max":
-        return any(part.is_const and part.const >= 0 for part in symbol[1:])
-    return isinstance(symbol, tuple) and symbol[0] == "size"
+    return isinstance(part, AtLeastZero) and is_nonnegative(part.lin)
 
 
 def _describe(part: Formula) -> str:

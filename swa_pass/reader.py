@@ -29,9 +29,11 @@ from .formula import (
     constant,
     disjunction,
     elementwise,
+    is_nonnegative,
     is_one,
     maximum,
     negation,
+    quotient,
 )
 from .graph import argument, example, integer, op_name, shape_of
 
@@ -172,6 +174,17 @@ def _mul(node: Node, memo: dict[Node, Field]) -> Field:
     return _binary(node, memo, _lift(product, node))
 
 
+@reads("floordiv", "floor_divide", "div")
+def _floordiv(node: Node, memo: dict[Node, Field]) -> Field:
+    if op_name(node) == "div" and node.kwargs.get("rounding_mode") != "floor":
+        return _leaf(node, example(node))
+
+    def floored(a: Lin, b: Lin) -> Formula:
+        return quotient(a, b.const) if b.is_const and b.const > 0 else Opaque("a division of two positions")
+
+    return _binary(node, memo, _lift(floored, node))
+
+
 @reads("neg")
 def _neg(node: Node, memo: dict[Node, Field]) -> Field:
     return elementwise(
@@ -288,6 +301,8 @@ def _getitem(node: Node, memo: dict[Node, Field]) -> Field:
         rest = [argument(node, k, n, d) for k, (n, d) in enumerate((("start", None), ("end", None), ("step", 1)), 2)]
         key = argument(node, 2, "index", 0) if op_name(node) == "select" else slice(*rest)
         keys = (*(slice(None),) * dim, key)
+    if all(isinstance(example(key), torch.Tensor) for key in keys) and len(keys) == source.ndim:
+        return _gather(node, source, [read(key, memo) for key in keys])
     keys = _without_ellipsis(keys, source.ndim)
     takes = [_take(key, size) for key, size in zip([k for k in keys if k is not None], source.shape)]
     if any(take is None for take in takes):
@@ -309,6 +324,29 @@ def _getitem(node: Node, memo: dict[Node, Field]) -> Field:
         return source.at((*own, *index[position:]))
 
     return Field(shape_of(node), at)
+
+
+@reads("index")
+def _index(node: Node, memo: dict[Node, Field]) -> Field:
+    source, keys = read(node.args[0], memo), node.args[1]
+    if not isinstance(keys, (list, tuple)) or len(keys) != source.ndim or None in keys:
+        return _leaf(node, example(node))
+    return _gather(node, source, [read(key, memo) for key in keys])
+
+
+def _gather(node: Node, source: Field, places: list[Field]) -> Field:
+    """``source[i, j, ...]`` with integer tensors: the element at the places' values, where those cannot be negative
+    (a negative index would count from the end)."""
+
+    def pick(*values: Formula) -> Formula:
+        own = []
+        for value in values:
+            if not isinstance(value, Lin) or not is_nonnegative(value):
+                return Opaque(f"an index that may be negative or is not a position: {value}")
+            own.append(value)
+        return source.at(tuple(own))
+
+    return elementwise(shape_of(node), pick, *places)
 
 
 def _without_ellipsis(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:

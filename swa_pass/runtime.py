@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument
+from .compat import CACHE_NAMES, cache_argument, state_layers
 from .log import logger, say_once
 from .passes import Rewrite, rewrite_graph
+from .pieces import compile_in_pieces
 from .spec import LayerSpec
 
 #: Arguments that a compiled step takes as they are. Anything else that is set (images, labels, ...) runs eager.
@@ -137,7 +138,9 @@ class Runtime:
         step = self.steps["decode" if new == 1 else "prefill"]
         plain = canonical({**kwargs, "attention_mask": None}, decode=new == 1)
         form = spelling(plain, batch)
-        if not ok or form in step.failed or not self._compilable(kwargs):
+        # A hybrid model's first call makes its states, and its scans over many tokens are no graph for every length.
+        stateful = bool(cache.states) and (new > 1 or cache.seen == 0)
+        if not ok or form in step.failed or not self._compilable(kwargs) or stateful:
             return self.stock(**kwargs)
         cache.prepare(self.specs, batch, new, starts)
         self.padded = starts is not None
@@ -191,7 +194,9 @@ class Runtime:
 
     def make_cache(self, hint: int = 0) -> HybridCache:
         """A cache for this model: rings where sliding was proven, linear stores elsewhere."""
-        return HybridCache([s.window for s in self.specs], slack=self.slack, hint=hint)
+        states = state_layers(self.model.config) if any(s.kind == "state" for s in self.specs) else {}
+        windows = [states.get(s.index, s.window) for s in self.specs]
+        return HybridCache(windows, slack=self.slack, hint=hint)
 
 
 class Step:
@@ -225,7 +230,7 @@ class Step:
     def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         rewrite = rewrite_graph(gm, lower=self.runtime.decode_linear)
         self.rewrites.append(rewrite)
-        compiled = inner_compiler(self.runtime.backends[self.kind])(gm, inputs)
+        compiled = _compile_with(self.runtime.backends[self.kind], gm, inputs)
         if not rewrite.views_left:
             return compiled
         runtime = self.runtime
@@ -236,6 +241,12 @@ class Step:
             return compiled(*args)
 
         return guarded
+
+
+def _compile_with(backend: Any, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Inductor takes a second per layer and more, so equal layers share the work; others get the graph whole."""
+    compiler = inner_compiler(backend)
+    return compile_in_pieces(gm, inputs, compiler) if backend == "inductor" else compiler(gm, inputs)
 
 
 def inner_compiler(backend: Any) -> Callable[..., Any]:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+
 import pytest
 import torch
 from helpers import (
+    Pair,
     W,
     assert_oracle,
     distance,
@@ -14,8 +18,12 @@ from helpers import (
     one_by_one,
     poison,
     shared_pair,
+    tiny,
     token_ids,
+    with_window,
 )
+
+import swa_pass
 
 FAMILIES = ("mistral", "gemma3")
 pytestmark = pytest.mark.parametrize("family", FAMILIES)
@@ -40,6 +48,44 @@ def test_case_36_left_pad_rows(family, total):
     got, _ = feed(pair, ids, one_by_one(prompt, 6), attention_mask=mask)
     assert torch.isfinite(got).all()
     assert_oracle(pair, real_rows(got, starts), alone(rows))
+
+
+@functools.cache
+def half_pair(family, dtype):
+    """A pair in half precision, and the same (rounded) weights in float32: the truth for both."""
+    stock = tiny(family).to(dtype)
+    return Pair(swa_pass.apply(copy.deepcopy(stock), backend="eager"), stock), copy.deepcopy(stock).float()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("total", [31, 32, 33, 64, 65])
+def test_case_36_left_pad_rows_in_half_precision(family, dtype, total):
+    """As near to the truth as the stock model is without pads, and further from a window that is wrong by one."""
+    pair, truth = half_pair(family, dtype)
+    rows, ids, mask, starts = left_padded((3, 8, 21), total)
+    got, _ = feed(pair, ids, one_by_one(total - 6, 6), attention_mask=mask)
+    assert torch.isfinite(got).all()
+    got = real_rows(got, starts)
+
+    def error(logits, model):
+        return (logits.float() - alone(rows)(model)).square().mean().sqrt().item()
+
+    noise = error(alone(rows)(pair.stock), truth)
+    assert error(got, truth) < 1.5 * noise
+    for window in (W - 1, W + 1):
+        assert error(got, with_window(truth, window)) > 3 * noise, f"this test cannot tell a window of {window}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_case_36_nothing_but_pads_in_half_precision(family, dtype):
+    pair, truth = half_pair(family, dtype)
+    ids = token_ids(2 * W, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0] = 0
+    got, _ = feed(pair, ids, [2 * W], attention_mask=mask)
+    assert torch.isfinite(got).all()
+    reference = full_logits(truth, ids[1:])
+    assert distance(got[1:].float(), reference) < 2 * distance(full_logits(pair.stock, ids[1:]).float(), reference)
 
 
 def test_case_36_a_row_of_nothing_but_pads(family):

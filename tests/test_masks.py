@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from swa_pass.formula import AtLeastZero, Lin, conjunction, disjunction, negation
+from swa_pass.formula import AtLeastZero, Lin, conjunction, disjunction, negation, quotient
 from swa_pass.graph import integer
-from swa_pass.masks import Mask, decide, prove
+from swa_pass.masks import REFUSED, Mask, decide, prove
 
 Q, K = 5, 24
 
@@ -155,6 +157,48 @@ def chunked(n):
     return (k <= q) & (k // 8 == q // 8)
 
 
+def chunked_by_equality_of_quotients(n):
+    q, k = grid(n)
+    same = torch.div(k, 8, rounding_mode="floor") == torch.floor_divide(q, 8)
+    return torch.where(same & (k <= q), 0.0, float("-inf"))
+
+
+def chunked_shifted(n):
+    q, k = grid(n)
+    return (k <= q) & ((k + 1) // 8 == q // 8)
+
+
+def chunked_unequally(n):
+    q, k = grid(n)
+    return (k <= q) & (k // 8 == q // 7)
+
+
+def chunked_one_sided(n):  # all earlier chunks as well
+    q, k = grid(n)
+    return (k <= q) & (k // 8 <= q // 8)
+
+
+def chunked_and_sliding(n):
+    return chunked(n) & sliding(n)
+
+
+def everything(n):
+    q, k = grid(n)
+    return (q - q >= 0) & (k >= 0)
+
+
+def chunked_behind_pads(n):  # as transformers writes it: the number of pads of each row, gathered
+    pads, row = torch.zeros(2, dtype=torch.int64), torch.arange(2)[:, None, None, None]
+    q, k = n[0] + torch.arange(Q)[None, None, :, None], torch.arange(K)[None, None, None, :]
+    return ((k - pads[row]) // 8 == (q - pads[row]) // 8) & (k <= q)
+
+
+def gathered_backwards(n):
+    q, k = grid(n)
+    where = torch.arange(K)
+    return (k <= q) & (where[-torch.arange(K)][None, :] > q - 8)
+
+
 def image_block(n):
     q, k = grid(n)
     return sliding(n) | ((k < 4) & (q < 4))
@@ -195,10 +239,18 @@ TABLE = [
     (additive_dtype_min, "sliding", 8),
     (additive_inverted, "unknown", None),
     (hides_self, "unknown", None),
-    (sees_one_ahead, "unknown", None),
-    (bidirectional, "unknown", None),
-    (chunked, "unknown", None),
-    (image_block, "unknown", None),
+    (sees_one_ahead, "bidirectional", None),
+    (bidirectional, "bidirectional", None),
+    (everything, "bidirectional", None),
+    (chunked, "chunked", 8),
+    (chunked_by_equality_of_quotients, "chunked", 8),
+    (chunked_behind_pads, "chunked", 8),
+    (gathered_backwards, "unknown", None),
+    (chunked_shifted, "unknown", None),
+    (chunked_unequally, "unknown", None),
+    (chunked_one_sided, "unknown", None),
+    (chunked_and_sliding, "unknown", None),
+    (image_block, "blocks", None),
     (absolute, "unknown", None),
     (scaled_query, "unknown", None),
     (empty, "unknown", None),
@@ -210,7 +262,7 @@ TABLE = [
 def test_table(capture, fn, kind, window):
     got = verdict(capture, fn, torch.tensor([11]))
     assert (got.kind, got.window) == (kind, window), got
-    assert bool(got.reason) == (kind == "unknown"), "a refusal needs a reason, and only a refusal"
+    assert bool(got.reason) == (kind in REFUSED), "a refusal needs a reason, and only a refusal"
 
 
 @pytest.mark.parametrize("capture", [dynamo_graph, aten_graph])
@@ -228,7 +280,7 @@ def test_offset_as_number_of_the_graph(capture):
     mask = mask[0] if isinstance(mask, (tuple, list)) else mask
     assert prove(mask, offset, Lin(0), Q) == Mask("sliding", 8)
     # the same mask for queries that sit one further back is another mask
-    assert prove(mask, offset - Lin(1), Lin(0), Q).kind == "unknown"
+    assert prove(mask, offset - Lin(1), Lin(0), Q).kind in REFUSED
 
 
 @pytest.mark.parametrize("capture", [dynamo_graph, aten_graph])
@@ -265,6 +317,30 @@ def test_data_dependent_positions(capture):
 
 
 # ------------------------------------------------------------------------------------------ the decision, brute force
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(-3, 3), st.integers(0, 2))
+def test_chunks_against_brute_force(chunk, other, shift, ahead):
+    """floor(q / C) == floor((k + shift) / D) and k <= q + ahead is chunked exactly where a grid says so."""
+    parts = [
+        AtLeastZero(QUERY - KEY + Lin(ahead)),
+        *(AtLeastZero(side) for side in _both(quotient(QUERY, chunk) - quotient(KEY + Lin(shift), other))),
+    ]
+    formula = functools.reduce(conjunction, parts)
+    same = all(
+        (q // chunk == (k + shift) // other and k <= q + ahead) == (q // chunk == k // chunk and k <= q)
+        for q in range(90)
+        for k in range(90)
+    )
+    assert (decide(formula, QUERY, KEY).kind == "chunked") <= same
+    if not shift and not ahead and chunk == other:
+        assert decide(formula, QUERY, KEY) == Mask("chunked", chunk)
+
+
+def _both(lin):
+    return lin, -lin
+
 
 QUERY, KEY = Lin.symbol("q"), Lin.symbol("k")
 SIDE = 16  # positions tried; bounds of atoms stay below half of it
@@ -318,7 +394,7 @@ formulas = st.recursive(
 @given(formulas)
 def test_a_proof_is_never_wrong(formula):
     got = decide(formula, QUERY, KEY)
-    if got.kind != "unknown":
+    if got.kind not in REFUSED:
         assert truth(formula) == (got.kind, got.window)
 
 
@@ -330,7 +406,7 @@ def test_conjunctions_of_distances_are_always_decided(atoms):
         formula = conjunction(formula, atom)
     expected = truth(formula)
     got = decide(formula, QUERY, KEY)
-    assert (got.kind, got.window) == (expected or ("unknown", None))
+    assert (got.kind, got.window) == (expected or (got.kind if got.kind in REFUSED else "unknown", None))
 
 
 @settings(max_examples=100, deadline=None)
@@ -341,8 +417,8 @@ def test_one_off_changes_the_verdict(window, lower, upper, shift):
     formula = conjunction(AtLeastZero(q - k - Lin(lower)), AtLeastZero(k - q + Lin(window - 1 + upper)))
     got = decide(formula, q, k)
     if lower or window + upper < 1:
-        assert got.kind == "unknown"
+        assert got.kind in REFUSED
     else:
         assert got == Mask("sliding", window + upper)
-    if shift and got.kind != "unknown":  # the same formula about queries that sit elsewhere
-        assert decide(formula, QUERY, key=k).kind == "unknown"
+    if shift and got.kind not in REFUSED:  # the same formula about queries that sit elsewhere
+        assert decide(formula, QUERY, key=k).kind in REFUSED

@@ -3,6 +3,7 @@
     layers          windows                 memory per row, 10,000 tokens seen
     0 1 2 3 4       512 512 512 512 512     5 rings of 512 + 16 slots
     5               None                    1 linear store of 10,048 slots
+    6               a state layer           what transformers keeps for a convolution or a recurrence
     ...
 
 It is correct on its own (`update` returns keys in time order; see `layers`). On a model that went through
@@ -30,7 +31,8 @@ class HybridCache(Cache):
     """KV cache with one ring per sliding layer and one linear store per global layer.
 
     Args:
-        windows: one entry per cache layer: the window in keys (the query's own included), or None for a global layer.
+        windows: one entry per cache layer: the window in keys (the query's own included), None for a global layer, or,
+            in a hybrid model, the transformers cache layer that holds a convolution or recurrence state there.
         slack: tokens that can be rolled back exactly after a ring has wrapped.
         hint: tokens the cache is expected to hold; sizes the first allocation, never a limit.
         max_length: hard limit on the tokens of global layers; None lets them grow.
@@ -39,11 +41,11 @@ class HybridCache(Cache):
         ValueError: a window below 1, or an empty list.
     """
 
-    layers: list[StoreLayer]  # type: ignore[assignment]
+    layers: list[Any]
 
     def __init__(
         self,
-        windows: Sequence[int | None],
+        windows: Sequence[Any],
         *,
         slack: int = DEFAULT_SLACK,
         hint: int = 0,
@@ -53,23 +55,37 @@ class HybridCache(Cache):
             raise ValueError(
                 "windows is empty: give one entry per layer (a window in keys, or None for a global layer)"
             )
-        self.clock = Clock(last=len(windows) - 1, slack=slack, hint=hint, max_length=max_length)
-        super().__init__(layers=[StoreLayer(i, window, self.clock) for i, window in enumerate(windows)])
+        keys = [i for i, window in enumerate(windows) if window is None or isinstance(window, int)]
+        if not keys:
+            raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
+        self.clock = Clock(last=keys[-1], slack=slack, hint=hint, max_length=max_length)
+        stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
+        super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])
+
+    @property
+    def stores(self) -> list[StoreLayer]:
+        """The layers that hold keys and values: all but those that hold a state."""
+        return [layer for layer in self.layers if isinstance(layer, StoreLayer)]
+
+    @property
+    def states(self) -> list[Any]:
+        """The layers that hold a state of a convolution or a recurrence instead of keys."""
+        return [layer for layer in self.layers if not isinstance(layer, StoreLayer)]
 
     def __repr__(self) -> str:
-        rings = sum(layer.is_sliding for layer in self.layers)
-        seen = self.layers[0].policy.seen
-        return f"HybridCache({rings} rings, {len(self.layers) - rings} linear, {seen} tokens seen, {self.nbytes} bytes)"
+        rings, stores, states = sum(layer.is_sliding for layer in self.stores), len(self.stores), len(self.states)
+        kinds = [f"{rings} rings", f"{stores - rings} linear", *([f"{states} states"] if states else [])]
+        return f"HybridCache({', '.join(kinds)}, {self.stores[0].policy.seen} tokens seen, {self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
         """Bytes of KV memory allocated now."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self.stores)
 
     @property
     def seen(self) -> int:
         """Tokens seen per row."""
-        return self.layers[-1].get_seq_length()
+        return self.stores[-1].get_seq_length()
 
     # ------------------------------------------------------------------ compiled steps
 
@@ -78,25 +94,27 @@ class HybridCache(Cache):
 
         starts: (batch,) int64, absolute index of each row's first real token; None means no left padding.
         """
-        held = self.layers[0].batch_size
+        stores = self.stores
+        held = stores[0].batch_size
         if held not in (-1, batch):
             raise ValueError(f"the cache holds {held} rows and {batch} were given. Use a new cache, or reset it.")
-        for layer in self.layers:
+        for layer in stores:
             layer.check_limit(new)
-        for layer, spec in zip(self.layers, specs, strict=True):
+        for layer in stores:
+            spec = specs[layer.index]
             if layer.has_room(new):
                 continue
             shape = (batch, spec.kv_heads, 0)
             like_k = torch.empty(*shape, spec.head_dim, dtype=spec.k_dtype, device=spec.device)
             like_v = torch.empty(*shape, spec.v_head_dim, dtype=spec.v_dtype, device=spec.device)
             layer.reserve(like_k, like_v, new)
-        self.clock.ensure(batch, self.layers[0].policy.seen, specs[0].device)
+        self.clock.ensure(batch, stores[0].policy.seen, specs[stores[0].index].device)
         assert self.clock.starts is not None
         self.clock.starts.zero_() if starts is None else self.clock.starts.copy_(starts)
 
     def advance(self, new: int) -> None:
         """Counts a traced step of `new` tokens."""
-        for layer in self.layers:
+        for layer in self.stores:
             layer.policy.advance(new)
         if self.clock.lengths is not None:
             self.clock.lengths.add_(new)
@@ -104,20 +122,34 @@ class HybridCache(Cache):
     # ------------------------------------------------------------------ transformers protocol
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if layer_idx == 0 and self.clock.max_length is not None and not torch.compiler.is_compiling():
-            for layer in self.layers:  # before the first ring moves: a full layer further on must leave all as it was
+        if (
+            layer_idx == self.stores[0].index
+            and self.clock.max_length is not None
+            and not torch.compiler.is_compiling()
+        ):
+            for layer in self.stores:  # before the first ring moves: a full layer further on must leave all as it was
                 layer.check_limit(key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        return self.layers[layer_idx].get_seq_length()
+        layer = self.layers[layer_idx]
+        return layer.get_seq_length() if isinstance(layer, StoreLayer) else self.stores[0].get_seq_length()
+
+    def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, Any]:
+        layer = self.layers[layer_idx]
+        return (layer if isinstance(layer, StoreLayer) else self.stores[0]).get_mask_sizes(query_length)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back ``-tokens_to_remove`` tokens in every layer, or raises before anything changes."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
-        for layer in self.layers:
+        for layer in self.stores:
             layer.check_crop(-tokens_to_remove)
+        if any(not layer.is_croppable or not layer.record_past for layer in self.states):
+            raise ValueError(
+                "this model keeps a convolution or recurrence state that cannot be rolled back. Call "
+                "activate_past_recording() before the tokens that may be taken back (convolutions only)."
+            )
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -139,7 +171,7 @@ class HybridCache(Cache):
     def _forget_rows(self) -> None:
         """The per-row tensors are made anew, with the new batch size, before the next traced step."""
         seen = self.seen
-        for layer in self.layers:
+        for layer in self.stores:
             layer.policy.advance(seen - layer.policy.seen)
         self.clock.lengths = self.clock.starts = None
         self.clock.stale = False
@@ -149,6 +181,8 @@ def cache_bytes(specs: Sequence[LayerSpec], context: int, batch: int, slack: int
     """KV bytes that a `HybridCache` made for `context` tokens allocates."""
     total = 0
     for spec in specs:
+        if spec.kind == "state":
+            continue
         slots = capacity_for(context, spec.window, slack if spec.window is not None else 0)
         per_slot = spec.head_dim * spec.k_dtype.itemsize + spec.v_head_dim * spec.v_dtype.itemsize
         total += batch * spec.kv_heads * slots * per_slot

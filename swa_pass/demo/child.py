@@ -9,6 +9,7 @@ writes JSON lines on stdout: ``{"event": "phase", ...}`` while it works, ``{"eve
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import time
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from . import measure
 from .text import Prompts, prompts
 from .weights import gemma
 
-VARIANTS = ("dynamic", "static", "applied")
+VARIANTS = ("static", "dynamic", "applied")
 # Tokens. The compiled prefill takes prompts of any length, so a short one is enough.
 WARMUP_LENGTH = 32
 
@@ -57,6 +58,7 @@ def run(setting: Setting) -> None:
     say("phase", text="loading the model")
     model, tokenizer = gemma()
     full_peak = 0
+    read: Any = None
     if setting.variant == "applied":
         prepare(model, setting)
     else:
@@ -66,13 +68,13 @@ def run(setting: Setting) -> None:
         texts = prompts(tokenizer, batch)
         full_peak = max(full_peak, measure.peak_rss())
         measure.reset_peak_rss()
-        result = one_batch(model, setting, texts)
+        result, read = one_batch(model, setting, texts, read)
         full_peak = max(full_peak, measure.peak_rss())
         say(
             "result",
             variant=setting.variant,
             batch=batch,
-            prompt_tokens=texts.full.shape[1],
+            prompt_tokens=texts.document.shape[1],
             tokens=result.tokens,
             margins=result.margins,
             text=tokenizer.decode(result.tokens[0]),
@@ -104,23 +106,29 @@ def prepare(model: Any, setting: Setting) -> None:
     say("applied", report=explain(model).to_dict(), cost_s=cost)
 
 
-def one_batch(model: Any, setting: Setting, texts: Prompts) -> measure.Run:
-    """Greedy continuation of every row.
+def one_batch(model: Any, setting: Setting, texts: Prompts, read: Any) -> tuple[measure.Run, Any]:
+    """Greedy continuation of every row, and a cache that has read the text and nothing else.
 
-    One row is a plain `generate` on the whole prompt. With more rows the text, which they share, is read once and its
-    cache copied to every row; each then reads its own ending. `separate` has each row read everything.
+    One row is a plain `generate` on the text. With more rows the text, which they share, is read once (`read`, if a
+    batch before did that) and its cache copied to every row; each then reads its own ending. `separate` has each row
+    read everything.
     """
-    batch, total = len(texts.endings), texts.full.shape[1] + setting.new_tokens
-    options = cache_options(setting.variant, total)
-    name = f"batch {batch}"
-    if batch == 1 or setting.separate:
+    batch = len(texts.endings)
+    options = cache_options(setting.variant, texts.full.shape[1] + setting.new_tokens)
+    name, length = f"batch {batch}", texts.document.shape[1]
+    if setting.separate:
         say("phase", text=f"{name}: reading {texts.full.shape[1]:,} tokens a row, then writing {setting.new_tokens}")
-        return measure.greedy(model, texts.full, setting.new_tokens, **options)
-    say("phase", text=f"{name}: reading the text once, {texts.document.shape[1]:,} tokens")
-    cache = measure.greedy(model, texts.document, 1, margins=False, **options).cache
-    measure.repeat_rows(cache, batch)
+        return measure.greedy(model, texts.full, setting.new_tokens, **options), None
+    if batch == 1:
+        say("phase", text=f"{name}: reading the text, {length:,} tokens, then writing {setting.new_tokens}")
+        with measure.copy_of_first_cache(model) as copies:
+            return measure.greedy(model, texts.document, setting.new_tokens, **options), copies
+    if read is None:
+        say("phase", text=f"{name}: reading the text once, {length:,} tokens")
+        read = [measure.greedy(model, texts.document, 1, margins=False, **options).cache]
+    cache = measure.repeat_rows(copy.deepcopy(read[0]), batch)
     say("phase", text=f"{name}: reading {batch} endings, then writing {setting.new_tokens} tokens a row")
-    return measure.greedy(model, texts.full, setting.new_tokens, cache=cache)
+    return measure.greedy(model, texts.full, setting.new_tokens, cache=cache), read
 
 
 def cache_options(variant: str, length: int) -> dict[str, Any]:

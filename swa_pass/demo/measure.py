@@ -11,6 +11,8 @@ import resource
 import statistics
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,6 +99,22 @@ def greedy(
         model.generation_config = own_config
     by_row = [] if clock.margins is None else [list(row) for row in zip(*clock.margins)]
     return Run(output.sequences[:, ids.shape[1] :].tolist(), by_row, clock.seconds, output_cache(output))
+
+
+@contextmanager
+def copy_of_first_cache(model: Any) -> Iterator[list[Any]]:
+    """Within, the model's first call leaves a copy of its cache in the list: what had been read when it returned."""
+    copies: list[Any] = []
+
+    def keep(_: Any, __: Any, output: Any) -> None:
+        if not copies:
+            copies.append(copy.deepcopy(output_cache(output)))
+
+    handle = model.register_forward_hook(keep)
+    try:
+        yield copies
+    finally:
+        handle.remove()
 
 
 def repeat_rows(cache: Any, rows: int) -> Any:

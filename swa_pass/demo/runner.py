@@ -16,8 +16,10 @@ from typing import Any
 from rich.console import Console
 
 from . import tables
-from .child import VARIANTS
 from .weights import weights_folder
+
+#: The slower stock variant is known after so many tokens; only the faster one needs to write them all.
+TRIAL_TOKENS = 16
 
 
 def demo(
@@ -43,13 +45,16 @@ def demo(
         f"[bold]swa_pass demo[/bold]: Gemma 3 270M (bfloat16) reads a long text and writes {new_tokens} tokens a row, "
         f"greedy, batch {names}.\nThree variants, each in a process of its own; a few minutes on two cores."
     )
-    command = [f"--batches={','.join(map(str, batches))}", f"--tokens={new_tokens}", f"--threads={threads}"]
+    command = [f"--batches={','.join(map(str, batches))}", f"--threads={threads}"]
     command += ["--separate"] * separate + ([f"--backend={backend}"] if backend else [])
     results: list[dict[str, Any]] = []
     applied: dict[str, Any] = {}
-    for variant in VARIANTS:
+
+    def run(variant: str, tokens: int) -> None:
+        nonlocal applied
+        results[:] = [result for result in results if result["variant"] != variant]
         with console.status(f"{variant}: starting") as status:
-            for event in _events(variant, command):
+            for event in _events(variant, [*command, f"--tokens={tokens}"]):
                 if event["event"] == "phase":
                     status.update(f"{variant}: {event['text']}")
                     if not console.is_terminal:  # a log shows no spinner
@@ -58,6 +63,13 @@ def demo(
                     results.append(event)
                 else:
                     applied = event
+
+    run("static", new_tokens)
+    trial = min(TRIAL_TOKENS, new_tokens)
+    run("dynamic", trial)
+    if trial < new_tokens and any(tables.best_stock(results, batch)["variant"] == "dynamic" for batch in batches):
+        run("dynamic", new_tokens)
+    run("applied", new_tokens)
     found = {
         "machine": machine(results[0]["threads"]),
         "applied": applied,

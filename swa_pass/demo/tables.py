@@ -11,8 +11,8 @@ from rich.table import Table
 from .compare import describe, first_differences
 
 TITLES = {"dynamic": "stock dynamic", "static": "stock static", "applied": "swa_pass"}
-LEGEND = """first: seconds to the first token. With one row the whole prompt is read; with
-more, the text was read once before, and only the endings are.
+LEGEND = """first: seconds to the first token. With one row that is the whole text; more rows
+share one reading of it, and each reads an ending of its own.
 ms/step: median decode step. tokens/s: decode, all rows together.
 speed-up: ms/step of the fastest stock variant against this one.
 KV: memory of the cache in the end. RSS: peak of the process while generating."""
@@ -23,7 +23,7 @@ def show(console: Console, found: dict[str, Any]) -> None:
     console.print()
     console.print(layers_line(found["applied"]["report"]), highlight=False)
     first = found["results"][0]
-    console.print(f"\nSpeed: {first['prompt_tokens']:,} tokens of prompt, {len(first['tokens'][0])} written")
+    console.print(f"\nSpeed: {first['prompt_tokens']:,} tokens of text read, {written(found['results'])}")
     console.print(speed_table(found["results"]))
     console.print(LEGEND, style="dim", highlight=False)
     console.print()
@@ -42,6 +42,14 @@ def show(console: Console, found: dict[str, Any]) -> None:
         highlight=False,
         style="dim",
     )
+
+
+def written(results: list[dict[str, Any]]) -> str:
+    """How many tokens each variant wrote per row."""
+    counts = {TITLES[result["variant"]]: len(result["tokens"][0]) for result in results}
+    most = max(counts.values())
+    fewer = [f"{count} by {title}, the slower stock cache" for title, count in counts.items() if count < most]
+    return ", ".join([f"{most} written a row", *fewer])
 
 
 def layers_line(report: dict[str, Any]) -> str:
@@ -111,7 +119,8 @@ def token_lines(results: list[dict[str, Any]]) -> list[str]:
         reference = best_stock(results, batch)
         other_stock = by_variant["static" if reference["variant"] == "dynamic" else "dynamic"]
         for title, other in ((TITLES["applied"], by_variant["applied"]), (TITLES[other_stock["variant"]], other_stock)):
-            parted = first_differences(reference["tokens"], reference["margins"], other["tokens"])
-            verdict = describe(parted, len(reference["tokens"]), len(reference["tokens"][0]))
+            steps = min(len(reference["tokens"][0]), len(other["tokens"][0]))
+            wanted, got = ([row[:steps] for row in r["tokens"]] for r in (reference, other))
+            verdict = describe(first_differences(wanted, reference["margins"], got), len(wanted), steps)
             lines.append(f"Tokens, batch {batch}, {title} against {TITLES[reference['variant']]}: {verdict}.")
     return lines

@@ -15,7 +15,7 @@ from ..patterns.kv_view import KVView
 
 @dataclass(frozen=True)
 class Finding:
-    """One attention site. `refusal` is empty when `mask` is proven and the site may be rewritten."""
+    """One attention site. `refusal` is empty when it is known what `mask` is."""
 
     layer: int
     site: AttentionSite
@@ -23,6 +23,11 @@ class Finding:
     values: KVView
     mask: Mask
     refusal: str
+
+    @property
+    def fusable(self) -> bool:
+        """Whether the fused attention computes the same: no mask, only a window (or none)."""
+        return not self.refusal and self.mask.kind in ("full", "sliding")
 
     @property
     def heads(self) -> int:

@@ -28,7 +28,7 @@ def fuse_sites(gm: GraphModule, findings: list[Finding]) -> list[int]:
     fused = []
     for layer, group in sorted(by_layer.items()):
         append = _append_of(group[0])
-        if append is None or any(f.refusal for f in group) or not _only_readers(group, append):
+        if append is None or not all(f.fusable for f in group) or not _only_readers(group, append):
             continue
         _fuse_layer(gm, group, append)
         fused.append(layer)

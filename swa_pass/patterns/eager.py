@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.fx import Node
 
 from ..graph import argument, example, op_name, shape_of
@@ -52,7 +53,7 @@ def match(node: Node) -> AttentionSite | None:
         scores = _first_matmul(softmax)
     if not isinstance(scores, Node) or op_name(scores) not in _MATMUL:
         return None
-    query, key = scores.args[0], _untransposed(scores.args[1])
+    query, key = _before_upcast(scores.args[0]), _before_upcast(_untransposed(scores.args[1]))
     if not isinstance(query, Node) or key is None:
         return None
     return AttentionSite(
@@ -72,6 +73,16 @@ def validate(site: AttentionSite) -> str:
 
 def _through(node: Any) -> Any:
     while isinstance(node, Node) and op_name(node) in _TRANSPARENT:
+        node = node.args[0]
+    return node
+
+
+def _before_upcast(node: Any) -> Any:
+    """Half-precision queries and keys may be cast to float32 for their product; the fused attention sums in float32."""
+    while isinstance(node, Node) and op_name(node) in ("to", "float") and isinstance(node.args[0], Node):
+        before, after = example(node.args[0]).dtype, example(node).dtype
+        if before != after and (after != torch.float32 or not before.is_floating_point):
+            break
         node = node.args[0]
     return node
 

@@ -1,0 +1,42 @@
+"""Where a model's config, or its stock cache, says something else than the masks in its graph. The graph wins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from .compat import stock_windows
+from .spec import LayerSpec
+
+
+def contradictions(config: Any, specs: Sequence[LayerSpec]) -> list[str]:
+    """One sentence for each way in which layers differ from what was announced."""
+    text = config.get_text_config(decoder=True)
+    types = list(getattr(text, "layer_types", None) or [])
+    windows = stock_windows(config)
+    announced: dict[tuple[str, str], list[int]] = {}
+    evicted: dict[int, list[int]] = {}
+    for spec in specs:
+        if spec.kind not in ("sliding", "full"):
+            continue
+        said = types[spec.index] if spec.index < len(types) else ""
+        if said and ("sliding" in said) != (spec.kind == "sliding") and "chunk" not in said:
+            announced.setdefault((said, spec.kind), []).append(spec.index)
+        window = windows[spec.index] if spec.index < len(windows) else None
+        if window is not None and spec.kind == "full":
+            evicted.setdefault(window, []).append(spec.index)
+    notes = [
+        f"config.layer_types says {said} for {_layers(indexes)}, but the mask in the graph is {kind}: the graph wins."
+        for (said, kind), indexes in announced.items()
+    ]
+    notes += [
+        f"{_layers(indexes)}: no mask hides old keys; a window of {window} exists only because the stock cache evicts "
+        "them, so prefill and decode of the stock model disagree. Such a layer is not sliding here."
+        for window, indexes in evicted.items()
+    ]
+    return notes
+
+
+def _layers(indexes: Iterable[int]) -> str:
+    numbers = list(indexes)
+    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"

@@ -1,0 +1,232 @@
+"""Every family against its stock model: what was decided, what was done, and how far the logits are.
+
+    python tests/families.py --write docs/families.md      all of families.json, as a table
+    python tests/families.py gemma3 mistral                these, printed
+
+A family is a tiny random model (fp32, weights drawn with a spread of 0.2). Two rows, the second left padded, read a
+prompt of 2W + 3 tokens and then 3W + 2 more one at a time; all logits are compared with the stock model on the whole
+sequence without a cache. `tells` is how far the logits move when the window is changed by one: a comparison that could
+not see that would prove nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import inspect
+import json
+import logging
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+import swa_pass
+from swa_pass.api import runtime_of
+
+ENTRIES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text())
+LETTERS = {"sliding": "s", "full": "f", "chunked": "c", "state": "-", "other": "?"}
+PADS = 3
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family.
+
+    layers: a letter per cache layer, see LETTERS.  error: largest |d logits|, None if nothing could be compared.
+    tells: the same for a window changed by one (the smaller of the two).  compiled: calls through our graphs.
+    """
+
+    family: str
+    layers: str
+    windows: tuple[int, ...]
+    action: str
+    error: float | None
+    tells: float | None
+    compiled: int
+    calls: int
+    reason: str
+    seconds: float
+
+
+def build(entry: dict[str, Any], window_change: int = 0) -> Any:
+    """The tiny model of an entry; the same weights whatever the window."""
+    *path, name = entry["model_class"].split(".")
+    owner = importlib.import_module("transformers." + ".".join(path)) if path else transformers
+    arguments = _with(copy.deepcopy(entry["config"]), window_change)
+    config = getattr(transformers, entry["config_class"])(**arguments)
+    config._attn_implementation = entry["attention"]
+    torch.manual_seed(0)
+    return getattr(owner, name)(config).eval()
+
+
+def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
+    arguments["initializer_range"] = 0.2
+    for name, value in arguments.items():
+        if isinstance(value, dict) and name.endswith(("config", "encoder", "decoder")):
+            _with(value, change)
+        elif "window" in name and type(value) is int and name not in ("max_window_layers", "n_window"):
+            arguments[name] = value + change
+    return arguments
+
+
+def measure(entry: dict[str, Any]) -> Row:
+    """Builds, explains, runs and compares one family. Never raises for a family that cannot be built or captured."""
+    started = time.perf_counter()
+
+    def row(action: str, reason: str, **found: Any) -> Row:
+        values = {"layers": "", "windows": (), "error": None, "tells": None, "compiled": 0, "calls": 0, **found}
+        return Row(entry["family"], action=action, reason=reason, seconds=time.perf_counter() - started, **values)
+
+    try:
+        stock = build(entry)
+    except Exception as error:
+        return row("not built", f"stock: {_line(error)}")
+    try:
+        model = swa_pass.apply(copy.deepcopy(stock), backend="eager")
+        report = swa_pass.explain(model)
+    except (TypeError, ValueError) as error:
+        return row("refused", str(error))
+    refused = [layer for layer in report.layers if layer.action == "refused"]
+    rewritten = [layer for layer in report.layers if layer.action == "rewritten"]
+    found: dict[str, Any] = {
+        "layers": "".join(LETTERS[layer.kind] for layer in report.layers),
+        "windows": tuple(sorted({layer.window for layer in rewritten})),
+    }
+    reason = (
+        refused[0].reason
+        if refused
+        else " ".join(report.notes) or next((x.reason for x in report.layers if x.reason), "")
+    )
+    action = "refused" if refused or not report.layers else "rewritten" if rewritten else "kept"
+    window = next((x.window for x in rewritten), 8)
+    prompt, steps = 2 * window + 3, 3 * window + 2
+    try:
+        ids, mask = batch(stock, prompt + steps)
+        wanted = whole(stock, ids, mask)
+    except Exception as error:  # some stock models cannot be called with token ids alone
+        return row(action, f"{reason} Stock: {_line(error)}", **found)
+    real = mask.bool()
+    if not rewritten:  # it runs the stock path, which must be untouched
+        found["error"] = (
+            (whole(model, ids, mask, use_cache=True) - whole(stock, ids, mask, use_cache=True))[real].abs().max().item()
+        )
+        return row(action, reason, **found)
+    got = stepwise(model, ids, mask, prompt)
+    found["error"] = (got - wanted)[real].abs().max().item()
+    moved = []
+    for change in (-1, 1):
+        mutant = build(entry, change)
+        mutant.load_state_dict(stock.state_dict())
+        moved.append((got - whole(mutant, ids, mask))[real].abs().max().item())
+    runtime = runtime_of(model)
+    assert runtime is not None
+    return row(action, reason, **found, tells=min(moved), compiled=runtime.compiled_calls, calls=1 + steps)
+
+
+def batch(stock: Any, length: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask of two rows; the second begins with PADS pads."""
+    config = stock.config.get_text_config(decoder=True)
+    ids = torch.randint(5, config.vocab_size - 8, (2, length), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, :PADS] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def whole(model: Any, ids: Tensor, mask: Tensor, use_cache: bool = False) -> Tensor:
+    return model(input_ids=ids, attention_mask=mask, use_cache=use_cache, **_positions(model, mask, 0)).logits
+
+
+@torch.no_grad()
+def stepwise(model: Any, ids: Tensor, mask: Tensor, prompt: int) -> Tensor:
+    """Logits at all positions, the prompt in one call and the rest token by token, on one HybridCache."""
+    runtime = runtime_of(model)
+    assert runtime is not None
+    cache, parts = runtime.make_cache(), []
+    for first, stop in [(0, prompt), *((n, n + 1) for n in range(prompt, ids.shape[1]))]:
+        output = model(
+            input_ids=ids[:, first:stop],
+            attention_mask=mask[:, :stop],
+            use_cache=True,
+            **_positions(model, mask[:, :stop], first),
+            **{runtime.cache_name: cache},
+        )
+        parts.append(output.logits)
+    return torch.cat(parts, dim=1)
+
+
+def _positions(model: Any, mask: Tensor, first: int) -> dict[str, Tensor]:
+    """Positions as `generate` gives them, where the forward takes them (multi-axis positions are the model's own)."""
+    if "position_ids" not in inspect.signature(model.forward).parameters or hasattr(model, "get_rope_index"):
+        return {}
+    return {"position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, first:]}
+
+
+def _line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:160]
+
+
+def table(rows: list[Row]) -> str:
+    """The page docs/families.md."""
+    done = sum(row.action in ("rewritten", "kept") for row in rows)
+    wrong = sum(row.error is not None and row.error > 1e-3 for row in rows)
+    versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
+    lines = [
+        "# Families",
+        "",
+        f"Written by `make families` with {versions}. Tiny random models, fp32, weights drawn with",
+        "a spread of 0.2; two rows, one left padded; a prompt of 2W + 3 tokens, then 3W + 2 one at a time, against the",
+        "stock model on the whole sequence without a cache.",
+        "",
+        f"{len(rows)} configurations: {done} rewritten or rightly left alone, {len(rows) - done} refused or not built,",
+        f"{wrong} wrong.",
+        "",
+        "Layers: s sliding, f full, c chunked, - no keys (convolution or recurrence), ? not understood.",
+        "compiled: calls through our graphs. \\|d logits\\|: against stock. tells: the same for a window changed by",
+        "one, which must be far larger.",
+        "",
+        "| family | layers | W | action | compiled | \\|d logits\\| | tells | why |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        error = "" if row.error is None else f"{row.error:.1e}"
+        tells = "" if row.tells is None or row.action != "rewritten" else f"{row.tells:.1e}"
+        windows = ", ".join(map(str, row.windows))
+        why = "" if row.action == "rewritten" else row.reason.replace("|", "\\|")
+        calls = f"{row.compiled}/{row.calls}" if row.calls else ""
+        lines.append(
+            f"| {row.family} | {row.layers} | {windows} | {row.action} | {calls} | {error} | {tells} | {why} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--write", type=Path)
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    logging.disable(logging.WARNING)
+    rows = []
+    for entry in ENTRIES:
+        if given.families and entry["family"] not in given.families:
+            continue
+        row = measure(entry)
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+    if given.write:
+        given.write.write_text(table(rows))
+    else:
+        print(table(rows))
+
+
+if __name__ == "__main__":
+    main()
