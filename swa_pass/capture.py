@@ -42,7 +42,7 @@ class _Captured(Exception):
 
 
 class ProbeLayer(CacheLayerMixin):
-    """A linear store that exists only while tracing."""
+    """A linear store that exists only while tracing. It seems to hold tokens, as the caches of later calls will."""
 
     is_sliding = False
     is_compileable = False
@@ -50,7 +50,15 @@ class ProbeLayer(CacheLayerMixin):
     def __init__(self, index: int, lengths: Tensor) -> None:
         self.index = index
         self.lengths = lengths
-        self.is_initialized = False
+        self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        raise CaptureError(f"the model reads the keys of cache layer {self.index} itself, past the cache's update")
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        raise CaptureError(f"the model reads the values of cache layer {self.index} itself, past the cache's update")
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         return None
@@ -103,7 +111,11 @@ def capture(model: Any, forward: Any) -> GraphModule:
     if name is None:
         raise CaptureError("the model's forward takes no cache argument")
     device = next(model.parameters()).device
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if layers is None:
+        raise CaptureError(
+            "the config names no num_hidden_layers, so it is no plain decoder that a cache can be made for"
+        )
     mixed = mixed_layers(model.config)
     if mixed:
         raise CaptureError(
@@ -195,6 +207,8 @@ def _spec(group: list[Finding]) -> LayerSpec:
     refusal = next((f.refusal for f in group if f.refusal), "")
     if not refusal and any(f.mask != first.mask for f in group):
         refusal = f"{len(group)} attentions read this layer's keys under different masks"
+    if any(f.keys.store is not first.keys.store for f in group):
+        refusal = f"the model writes cache layer {first.layer} more than once in one forward"
     keys, values = example(first.keys.new), example(first.values.new)
     kind, action, reason = first.mask.kind, "rewritten", ""
     if refusal:

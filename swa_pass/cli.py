@@ -19,7 +19,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 
-Folder = Annotated[Path, typer.Argument(help="A model folder: config.json, with or without weights.")]
+Folder = Annotated[Path, typer.Argument(help="A config.json, or a folder with one; weights are not read.")]
 JsonFile = Annotated[Optional[Path], typer.Option("--json", help="Write everything measured to this file.")]  # noqa: UP045
 
 
@@ -90,24 +90,37 @@ def main() -> None:
     app()
 
 
-def _report(folder: Path) -> Any:
-    """Loads a model and explains it. A folder without weights gets random ones: the graph does not depend on them."""
-    if not (folder / "config.json").exists():
-        _fail(f"{folder} has no config.json. Give a folder that save_pretrained wrote or that was downloaded whole.")
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _report(path: Path) -> Any:
+    """Explains a model from its configuration alone: the graph does not depend on weights, and none are read."""
+    config_file = path if path.is_file() else path / "config.json"
+    if not config_file.exists():
+        _fail(f"{path} has no config.json. Give a config.json, or a folder that save_pretrained wrote.")
+    import torch
+    from transformers import AutoConfig
 
     import swa_pass
 
-    has_weights = any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
-    if has_weights:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
-    else:
-        typer.echo(f"{folder} holds no weights; using random ones", err=True)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    default = torch.get_default_dtype()
     try:
-        return swa_pass.explain(model.eval())
-    except (TypeError, ValueError) as error:
+        config = AutoConfig.from_pretrained(config_file)
+        torch.set_default_dtype(config.dtype or default)
+        with torch.device("meta"):
+            model = _model_class(config)(config).eval()
+        return swa_pass.explain(model)
+    except (TypeError, ValueError, KeyError, OSError, RuntimeError) as error:
         _fail(str(error))
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _model_class(config: Any) -> Any:
+    """The class that the configuration names, or else the causal language model of its kind."""
+    import transformers
+
+    for name in config.architectures or ():
+        if hasattr(transformers, name):
+            return getattr(transformers, name)
+    return transformers.AutoModelForCausalLM.from_config
 
 
 def _numbers(text: str, option: str) -> list[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from .compat import stock_windows
+from .render import ranges
 from .spec import LayerSpec
 
 
@@ -37,6 +38,5 @@ def contradictions(config: Any, specs: Sequence[LayerSpec]) -> list[str]:
     return notes
 
 
-def _layers(indexes: Iterable[int]) -> str:
-    numbers = list(indexes)
-    return f"layer{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def _layers(indexes: list[int]) -> str:
+    return f"layer{'s' * (len(indexes) > 1)} {ranges(indexes)}"

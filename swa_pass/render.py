@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
@@ -11,14 +13,13 @@ from .spec import LayerSpec, Report
 
 
 def render(report: Report, context: int = 32768) -> str:
-    """The table behind ``print(report)``: one line per run of equal layers, and the KV memory at `context` tokens."""
+    """The table behind ``print(report)``: one line per kind of layer, and the KV memory at `context` tokens."""
     table = Table(title=f"swa_pass: {report.model}")
     for column in ("layers", "kind", "window", "action", "heads/kv", "head_dim", "why"):
         table.add_column(column, overflow="fold")
-    for first, last, spec in _runs(report):
-        layers = str(first) if first == last else f"{first}-{last}"
+    for indexes, spec in _equal_layers(report):
         table.add_row(
-            layers,
+            ranges(indexes),
             spec.kind,
             str(spec.window or "-"),
             spec.action,
@@ -41,14 +42,20 @@ def render(report: Report, context: int = 32768) -> str:
     return out.getvalue().rstrip()
 
 
-def _runs(report: Report) -> list[tuple[int, int, LayerSpec]]:
-    """Consecutive layers that differ in nothing but their index."""
-    from dataclasses import replace
-
-    runs: list[tuple[int, int, LayerSpec]] = []
+def _equal_layers(report: Report) -> list[tuple[list[int], LayerSpec]]:
+    """Layers that differ in nothing but their index, in the order of the first of each kind."""
+    groups: dict[LayerSpec, list[int]] = {}
     for spec in report.layers:
-        if runs and replace(spec, index=runs[-1][2].index) == runs[-1][2]:
-            runs[-1] = (runs[-1][0], spec.index, runs[-1][2])
+        groups.setdefault(replace(spec, index=0), []).append(spec.index)
+    return [(indexes, spec) for spec, indexes in groups.items()]
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """[0, 1, 2, 5] -> "0-2, 5"."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
         else:
-            runs.append((spec.index, spec.index, spec))
-    return runs
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"

@@ -61,7 +61,6 @@ def build(entry: dict[str, Any], window_change: int = 0) -> Any:
     owner = importlib.import_module("transformers." + ".".join(path)) if path else transformers
     arguments = _with(copy.deepcopy(entry["config"]), window_change)
     config = getattr(transformers, entry["config_class"])(**arguments)
-    config._attn_implementation = entry["attention"]
     torch.manual_seed(0)
     return getattr(owner, name)(config).eval()
 
@@ -110,13 +109,17 @@ def measure(entry: dict[str, Any]) -> Row:
     try:
         ids, mask = batch(stock, prompt + steps)
         wanted = whole(stock, ids, mask)
+        if wanted.shape[:2] != ids.shape:
+            raise ValueError(f"logits {tuple(wanted.shape)} are not one per token")
     except Exception as error:  # some stock models cannot be called with token ids alone
         return row(action, f"{reason} Stock: {_line(error)}", **found)
     real = mask.bool()
     if not rewritten:  # it runs the stock path, which must be untouched
-        found["error"] = (
-            (whole(model, ids, mask, use_cache=True) - whole(stock, ids, mask, use_cache=True))[real].abs().max().item()
-        )
+        try:
+            theirs = whole(stock, ids, mask, use_cache=True)
+        except Exception as error:
+            return row(action, f"{reason} Stock, with a cache: {_line(error)}", **found)
+        found["error"] = (whole(model, ids, mask, use_cache=True) - theirs)[real].abs().max().item()
         return row(action, reason, **found)
     got = stepwise(model, ids, mask, prompt)
     found["error"] = (got - wanted)[real].abs().max().item()

@@ -18,6 +18,7 @@ from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 import swa_pass
 from swa_pass.demo import ENDINGS, document, measure, prompts, tables, weights
 from swa_pass.demo.compare import Difference, describe, first_differences
+from swa_pass.render import ranges
 
 
 @pytest.fixture
@@ -190,8 +191,35 @@ def test_differences_are_found_with_their_margin() -> None:
 
 
 def test_ranges() -> None:
-    assert tables.ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
-    assert tables.ranges([]) == "none"
+    assert ranges([0, 1, 2, 4, 6, 7]) == "0-2, 4, 6-7"
+    assert ranges([]) == "none"
+
+
+def test_the_slower_stock_variant_may_write_less() -> None:
+    def result(variant: str, tokens: int, step_ms: float) -> dict[str, Any]:
+        rows = [[7] * tokens]
+        return {"variant": variant, "batch": 1, "tokens": rows, "margins": [[1.0] * tokens], "step_ms": step_ms}
+
+    results = [result("static", 64, 10.0), result("dynamic", 16, 12.0), result("applied", 64, 5.0)]
+    assert tables.written(results) == "64 written a row, 16 by stock dynamic, the slower stock cache"
+    assert tables.token_lines(results) == [
+        "Tokens, batch 1, swa_pass against stock static: identical: 1 x 64 tokens.",
+        "Tokens, batch 1, stock dynamic against stock static: identical: 1 x 16 tokens.",
+    ]
+
+
+@pytest.mark.parametrize("variant", ["dynamic", "static", "applied"])
+def test_the_copy_of_a_cache_has_read_the_prompt_and_no_more(model: Any, variant: str) -> None:
+    if variant == "applied":
+        swa_pass.apply(model, backend="eager")
+    options = {"cache_implementation": "static", "max_cache_len": 70} if variant == "static" else {}
+    text, endings = torch.randint(3, 64, (1, 50)), torch.randint(3, 64, (3, 4))
+    full = torch.cat([text.expand(3, -1), endings], dim=1)
+    with measure.copy_of_first_cache(model) as copies:
+        measure.greedy(model, text, 6, **options)
+    assert len(copies) == 1
+    cache = measure.repeat_rows(copies[0], 3)
+    assert measure.greedy(model, full, 6, cache=cache).tokens == measure.greedy(model, full, 6, **options).tokens
 
 
 # ------------------------------------------------------------------------------------------------ the whole

@@ -8,6 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from ..render import ranges
 from .compare import describe, first_differences
 
 TITLES = {"dynamic": "stock dynamic", "static": "stock static", "applied": "swa_pass"}
@@ -67,17 +68,6 @@ def layers_line(report: dict[str, Any]) -> str:
     ]
     lines += [f"        layer {x['index']} refused: {x['reason']}" for x in layers if x["action"] == "refused"]
     return "\n".join(lines + [f"        {note}" for note in report["notes"]])
-
-
-def ranges(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] -> "0-2, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][-1] + 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
 
 
 def speed_table(results: list[dict[str, Any]]) -> Table:

@@ -50,7 +50,8 @@ def find_sites(gm: GraphModule) -> list[Finding]:
             mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
             refusal = problem or mask.reason or _wrong_window(mask, keys)
             findings.append(Finding(keys.layer, site, keys, values, mask, refusal))
-    return _without_other_readers(findings)
+    inner = {f.site.inner for f in findings}
+    return _without_other_readers([f for f in findings if f.site.node not in inner])
 
 
 def _without_other_readers(findings: list[Finding]) -> list[Finding]:

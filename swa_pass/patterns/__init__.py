@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import eager, sdpa
+from . import eager, lse_sinks, sdpa
 from .site import AttentionSite
 
-ATTENTION: tuple[ModuleType, ...] = (sdpa, eager)
+ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks)
 
 __all__ = ["ATTENTION", "AttentionSite"]

@@ -71,7 +71,7 @@ def validate(site: AttentionSite) -> str:
     return ""
 
 
-def _through(node: Any) -> Any:
+def through(node: Any) -> Any:
     while isinstance(node, Node) and op_name(node) in _TRANSPARENT:
         node = node.args[0]
     return node
@@ -85,6 +85,12 @@ def _before_upcast(node: Any) -> Any:
             break
         node = node.args[0]
     return node
+
+
+def softmax_input(node: Node) -> Any:
+    """What goes into the softmax of an attention that `match` knows: the scores, masked."""
+    softmax, _, _ = _softmax_behind(node.args[0])
+    return softmax.args[0] if softmax is not None else None
 
 
 def _softmax_behind(node: Any) -> tuple[Node | None, float, bool]:
@@ -112,7 +118,7 @@ def _check_softmax(softmax: Node, scores: Any) -> None:
 
 
 def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
-    scores = _without_maximum(_through(scores))
+    scores = _without_maximum(through(scores))
     if op_name(scores) != "cat":
         if drops_column:
             raise _Stop("a column is dropped after the softmax that was not added before it")
@@ -120,7 +126,7 @@ def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
     parts = scores.args[0]
     if not drops_column or len(parts) != 2 or argument(scores, 1, "dim", 0) not in (-1, 3):
         raise _Stop("the scores are concatenated with something that is not a column of sinks")
-    sinks = _through(parts[1])
+    sinks = through(parts[1])
     while isinstance(sinks, Node) and op_name(sinks) in ("expand", "reshape", *_TRANSPARENT):
         sinks = sinks.args[0]
     if not isinstance(sinks, Node) or [str(s) for s in shape_of(sinks)] != [str(shape_of(parts[0])[1])]:
@@ -141,17 +147,17 @@ def _without_maximum(scores: Any) -> Any:
         maximum = maximum.args[0]
     if isinstance(maximum, Node) and op_name(maximum) in ("max", "amax") and maximum.args[0] is scores.args[0]:
         over_keys = argument(maximum, 1, "dim", None) in (-1, [-1], (-1,))
-        return _through(scores.args[0]) if over_keys and argument(maximum, 2, "keepdim", False) else scores
+        return through(scores.args[0]) if over_keys and argument(maximum, 2, "keepdim", False) else scores
     return scores
 
 
 def _read_scores(scores: Any, found: dict[str, Any]) -> Any:
     """Mask, softcap and scale, in the order in which they are undone."""
-    scores = _read_mask(_through(scores), found)
-    scores = _read_softcap(_through(scores), found)
-    inner, factor = _times_number(_through(scores))
+    scores = _read_mask(through(scores), found)
+    scores = _read_softcap(through(scores), found)
+    inner, factor = _times_number(through(scores))
     found["scale"] = factor
-    inner = _through(inner)
+    inner = through(inner)
     if not isinstance(inner, Node) or op_name(inner) not in _MATMUL:
         what = op_name(inner) if isinstance(inner, Node) else repr(inner)
         raise _Stop(f"{what} stands between the scores and the softmax, which no idiom knows")
@@ -167,7 +173,7 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
         if not _holds_scores(first):
             first, second = second, first
         found["mask"] = second
-        if op_name(_through(first)) == "add":
+        if op_name(through(first)) == "add":
             raise _Stop("a second tensor (a position bias) is added to the scores")
         return first
     if name == "where":
@@ -181,7 +187,7 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
 def _holds_scores(node: Any) -> bool:
     """Whether a matmul lies behind this value, through what may stand between scores and mask."""
     for _ in range(8):
-        node = _through(node)
+        node = through(node)
         if not isinstance(node, Node):
             return False
         name = op_name(node)
@@ -195,10 +201,10 @@ def _holds_scores(node: Any) -> bool:
 
 def _read_softcap(scores: Any, found: dict[str, Any]) -> Any:
     inner, cap = _times_number(scores)
-    tanh = _through(inner)
+    tanh = through(inner)
     if not isinstance(tanh, Node) or op_name(tanh) != "tanh":
         return scores
-    inner, factor = _times_number(_through(tanh.args[0]))
+    inner, factor = _times_number(through(tanh.args[0]))
     if abs(factor * cap - 1.0) > 1e-6:
         raise _Stop(f"a tanh with factors {factor} and {cap} is no softcap")
     found["softcap"] = cap
@@ -235,7 +241,7 @@ def _first_matmul(node: Node) -> Any:
 
 def _untransposed(node: Any) -> Node | None:
     """``k`` from ``k.transpose(2, 3)``."""
-    node = _through(node)
+    node = through(node)
     if not isinstance(node, Node) or op_name(node) != "transpose" or example(node) is None:
         return None
     ndim = len(shape_of(node))

@@ -14,6 +14,7 @@ class AttentionSite:
 
     node: its result, (B, heads, q, v_head_dim).  mask: boolean or additive, or None.  grouped: the idiom itself
     shares kv heads among query heads; otherwise `key` already has as many heads as `query`.
+    inner: an attention within this one, which by itself would match too.
     problem: what `match` saw that this idiom does not allow (empty: nothing).
     """
 
@@ -28,4 +29,5 @@ class AttentionSite:
     grouped: bool
     softcap: float = 0.0
     sinks: Node | None = None
+    inner: Node | None = None
     problem: str = ""
