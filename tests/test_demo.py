@@ -201,7 +201,7 @@ def test_the_slower_stock_variant_may_write_less() -> None:
         return {"variant": variant, "batch": 1, "tokens": rows, "margins": [[1.0] * tokens], "step_ms": step_ms}
 
     results = [result("static", 64, 10.0), result("dynamic", 16, 12.0), result("applied", 64, 5.0)]
-    assert tables.written(results) == "64 written a row, 16 by stock dynamic, the slower stock cache"
+    assert tables.written(results) == "64 written a row, 16 by stock dynamic, not the faster stock cache"
     assert tables.token_lines(results) == [
         "Tokens, batch 1, swa_pass against stock static: identical: 1 x 64 tokens.",
         "Tokens, batch 1, stock dynamic against stock static: identical: 1 x 16 tokens.",

@@ -12,8 +12,8 @@ from ..render import ranges
 from .compare import describe, first_differences
 
 TITLES = {"dynamic": "stock dynamic", "static": "stock static", "applied": "swa_pass"}
-LEGEND = """first: seconds to the first token. With one row that is the whole text; more rows
-share one reading of it, and each reads an ending of its own.
+LEGEND = """first: seconds to the first token. One row reads the whole text; more rows share
+one reading of it, and each reads an ending of its own.
 ms/step: median decode step. tokens/s: decode, all rows together.
 speed-up: ms/step of the fastest stock variant against this one.
 KV: memory of the cache in the end. RSS: peak of the process while generating."""
@@ -49,7 +49,7 @@ def written(results: list[dict[str, Any]]) -> str:
     """How many tokens each variant wrote per row."""
     counts = {TITLES[result["variant"]]: len(result["tokens"][0]) for result in results}
     most = max(counts.values())
-    fewer = [f"{count} by {title}, the slower stock cache" for title, count in counts.items() if count < most]
+    fewer = [f"{count} by {title}, not the faster stock cache" for title, count in counts.items() if count < most]
     return ", ".join([f"{most} written a row", *fewer])
 
 
@@ -96,9 +96,10 @@ def speed_table(results: list[dict[str, Any]]) -> Table:
 
 
 def best_stock(results: list[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """The fastest stock result of a batch size."""
+    """The fastest stock result of a batch size; one that stopped early was not clearly faster."""
     stock = [r for r in results if r["batch"] == batch and r["variant"] != "applied"]
-    return min(stock, key=lambda result: result["step_ms"])
+    most = max(len(result["tokens"][0]) for result in stock)
+    return min((r for r in stock if len(r["tokens"][0]) == most), key=lambda result: result["step_ms"])
 
 
 def token_lines(results: list[dict[str, Any]]) -> list[str]:

@@ -26,11 +26,12 @@ __all__ = ["match", "validate"]
 def match(node: Node) -> AttentionSite | None:
     if op_name(node) != "mul" or len(node.args) != 2 or not all(isinstance(a, Node) for a in node.args):
         return None
-    attention, factor = node.args
-    site = eager.match(attention)  # type: ignore[arg-type]
+    attention: Any = node.args[0]
+    factor: Any = node.args[1]
+    site = eager.match(attention)
     if site is None or site.sinks is not None:
         return None
-    sinks = _sinks_of(factor, eager.softmax_input(attention))  # type: ignore[arg-type]
+    sinks = _sinks_of(factor, eager.softmax_input(attention))
     if sinks is None or [str(size) for size in shape_of(sinks)] != [str(shape_of(attention)[1])]:
         return None
     return replace(site, node=node, inner=attention, sinks=sinks)
