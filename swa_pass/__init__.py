@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from . import ops  # registers the operators
 from .api import apply, backend, explain, revert, rewrite, warmup
-from .cache import HybridCache
+from .cache import HybridCache, Snapshot, load_snapshot
 from .spec import LayerSpec, Report
 
 __version__ = "0.1.0"
@@ -16,10 +16,12 @@ __all__ = [
     "HybridCache",
     "LayerSpec",
     "Report",
+    "Snapshot",
     "__version__",
     "apply",
     "backend",
     "explain",
+    "load_snapshot",
     "ops",
     "revert",
     "rewrite",

@@ -11,7 +11,9 @@ fused attention takes; every other mask runs eager. So one graph serves padded a
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
+import json
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -65,6 +67,7 @@ class Runtime:
         self.padded = False
         self.compiled_calls = 0
         self.failure = ""
+        self.owner = ""
         self._specs: tuple[LayerSpec, ...] | None = None
         self._specs_for: object = None
 
@@ -87,6 +90,7 @@ class Runtime:
         state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None))
         if self._specs is None or self._specs_for != state:
             self._specs_for, self._specs, self.failure = state, (), ""
+            self.owner = owner_of(self.model)
             try:
                 self._specs = discover(self.model, self.stock)
             except CaptureError as error:
@@ -196,7 +200,7 @@ class Runtime:
         """A cache for this model: rings where sliding was proven, linear stores elsewhere."""
         states = state_layers(self.model.config) if any(s.kind == "state" for s in self.specs) else {}
         windows = [states.get(s.index, s.window) for s in self.specs]
-        return HybridCache(windows, slack=self.slack, hint=hint)
+        return HybridCache(windows, slack=self.slack, hint=hint, owner=self.owner)
 
 
 class Step:
@@ -280,6 +284,13 @@ def plain_copy(tensor: Tensor) -> Tensor:
     """A contiguous copy: Dynamo would compile anew for every stride that a caller's slice happens to have, and marks on
     the caller's own tensors would outlive the call."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+def owner_of(model: Any) -> str:
+    """A name for a model and its shapes: its class, dtype and a hash of its configuration."""
+    settings = {k: v for k, v in model.config.to_dict().items() if k not in ("transformers_version", "_name_or_path")}
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:8]
+    return f"{type(model).__name__} ({str(model.dtype).removeprefix('torch.')}, configuration {digest})"
 
 
 def left_padding(mask: Any, seen: int, new: int, device: torch.device) -> tuple[bool, Tensor | None]:

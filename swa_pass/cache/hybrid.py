@@ -12,6 +12,7 @@ It is correct on its own (`update` returns keys in time order; see `layers`). On
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..compat import Cache
 from ..spec import LayerSpec
 from .layers import Clock, StoreLayer
 from .ring import capacity_for
+from .snapshot import Snapshot, check_fits, repeat_state
 
 #: Tokens by which a ring can be rolled back. Assisted decoding asks for more through activate_past_recording().
 DEFAULT_SLACK = 16
@@ -36,6 +38,7 @@ class HybridCache(Cache):
         slack: tokens that can be rolled back exactly after a ring has wrapped.
         hint: tokens the cache is expected to hold; sizes the first allocation, never a limit.
         max_length: hard limit on the tokens of global layers; None lets them grow.
+        owner: names the model; a snapshot of another one is refused.
 
     Raises:
         ValueError: a window below 1, or an empty list.
@@ -50,6 +53,7 @@ class HybridCache(Cache):
         slack: int = DEFAULT_SLACK,
         hint: int = 0,
         max_length: int | None = None,
+        owner: str = "",
     ) -> None:
         if not windows:
             raise ValueError(
@@ -59,6 +63,7 @@ class HybridCache(Cache):
         if not keys:
             raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
         self.clock = Clock(last=keys[-1], slack=slack, hint=hint, max_length=max_length)
+        self.owner = owner
         stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
         super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])
 
@@ -159,6 +164,52 @@ class HybridCache(Cache):
         if self.clock.lengths is not None and self.clock.starts is not None:
             self.clock.lengths.zero_()
             self.clock.starts.zero_()
+
+    # ------------------------------------------------------------------ snapshots
+
+    @property
+    def windows(self) -> list[int | str | None]:
+        """Per layer: its window, None for a global layer, "state" for one without keys."""
+        kinds = (layer.policy.window if isinstance(layer, StoreLayer) else "state" for layer in self.layers)
+        return list(kinds)
+
+    def snapshot(self) -> Snapshot:
+        """A copy of everything that a continuation needs, and no more. See `swa_pass.cache.snapshot`."""
+        layers = {layer.index: layer.state() for layer in self.stores}
+        states = {i: copy.deepcopy(x) for i, x in enumerate(self.layers) if not isinstance(x, StoreLayer)}
+        return Snapshot(self.seen, tuple(self.windows), self.clock.slack, self.owner, layers, states)
+
+    def restore(self, snapshot: Snapshot, rows: int | None = None) -> None:
+        """Becomes what the snapshot was, whatever was read since.
+
+        rows: for a snapshot of one row, how many equal rows to make of it; None keeps its rows.
+
+        Raises:
+            ValueError: a snapshot of another model, of other shapes or of another dtype, or rows that do not fit.
+                The cache is then as it was.
+        """
+        wanted = snapshot.rows if rows is None else rows
+        if wanted != snapshot.rows and (snapshot.rows != 1 or wanted < 1):
+            raise ValueError(f"a snapshot of {snapshot.rows} rows cannot be restored as {wanted}")
+        check_fits(snapshot, self.windows, self.owner, {layer.index: layer.k_store for layer in self.stores})
+        for layer in self.stores:
+            store = layer.k_store
+            state = snapshot.layers[layer.index]
+            layer.load(state, snapshot.seen, wanted, state.keys.device if store is None else store.device)
+        for index, state_layer in snapshot.states.items():
+            self.layers[index] = copy.deepcopy(state_layer)
+            if wanted != snapshot.rows:
+                repeat_state(self.layers[index], wanted)
+        store = self.stores[0].k_store
+        assert store is not None
+        self.clock.stale = False
+        self.clock.ensure(wanted, snapshot.seen, store.device)
+        assert self.clock.lengths is not None
+        assert self.clock.starts is not None
+        self.clock.lengths.fill_(snapshot.seen)
+        self.clock.starts.zero_()
+
+    # ------------------------------------------------------------------ rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         super().batch_repeat_interleave(repeats)

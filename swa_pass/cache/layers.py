@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..compat import CacheLayerMixin
 from .ring import RingPolicy, capacity_for
+from .snapshot import LayerState, repeated
 
 
 @dataclass
@@ -279,6 +280,39 @@ class StoreLayer(CacheLayerMixin):
         if self.k_store is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             self.select_rows(torch.as_tensor(rows))
+
+    # ------------------------------------------------------------------ snapshots
+
+    def state(self) -> LayerState:
+        """Copies of the tokens that a continuation may need: all of a linear store, W - 1 + slack of a ring."""
+        self._catch_up()
+        policy = self.policy
+        if self.k_store is None or self.v_store is None:
+            raise ValueError(f"layer {self.index}: there is nothing to take a snapshot of: no token was read yet")
+        first = 0 if policy.window is None else max(policy.floor, policy.seen - (policy.window - 1) - policy.slack)
+        runs = policy.runs(first, policy.seen)
+        return LayerState(first, _read(self.k_store, runs, None).clone(), _read(self.v_store, runs, None).clone())
+
+    def load(self, state: LayerState, seen: int, rows: int, device: torch.device) -> None:
+        """Becomes what `state` was. Stores that are large enough and have `rows` rows keep their addresses."""
+        window, slack = self.policy.window, self.policy.slack
+        capacity = capacity_for(max(seen, self.clock.hint), window, slack)
+        if self.k_store is None or self.batch_size != rows or self.policy.capacity < capacity:
+            shape = (rows, state.keys.shape[1], 0)
+            self.k_store = _allocate(
+                torch.empty(*shape, state.keys.shape[3], dtype=state.keys.dtype, device=device), capacity
+            )
+            self.v_store = _allocate(
+                torch.empty(*shape, state.values.shape[3], dtype=state.values.dtype, device=device), capacity
+            )
+            self.policy.capacity = capacity
+        assert self.v_store is not None
+        self.policy.reset()
+        self.policy.seen = self.policy.high = seen
+        self.policy.floor = state.first
+        runs = self.policy.runs(state.first, seen)
+        _fill(self.k_store, runs, repeated(state.keys, rows))
+        _fill(self.v_store, runs, repeated(state.values, rows))
 
     # ------------------------------------------------------------------ looking inside
 

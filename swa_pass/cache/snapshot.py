@@ -1,0 +1,136 @@
+"""What a cache must keep of a prefix, so that it can be continued many times without reading the prefix again.
+
+    cache = model(prefix).cache                 3,000 tokens read once
+    prefix = cache.snapshot()                   rings: their last W - 1 + slack tokens; global layers: all 3,000
+    for suffix in suffixes:
+        cache.restore(prefix)                   a copy of some MB instead of 3,000 tokens of prefill
+        model.generate(..., past_key_values=cache)
+
+A ring that has gone on cannot be rolled back past its slack; a snapshot can be restored at any time, into any cache of
+the same model, also with more rows than it was taken from. `save` and `load_snapshot` keep it on disk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+FORMAT, VERSION = "swa_pass snapshot", 1
+
+
+@dataclass(frozen=True)
+class LayerState:
+    """One layer's tokens first..seen-1: keys (B, kv_heads, n, head_dim) and values, in time order, copies."""
+
+    first: int
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """State of a `HybridCache`: see the top of this file.
+
+    seen: tokens of the prefix.  windows: per layer, None for a global one, "state" for a layer without keys.  owner:
+    the model it was made by (empty: unknown).  layers: by index.  states: the transformers layers that hold a
+    convolution or recurrence state, by index.
+    """
+
+    seen: int
+    windows: tuple[int | str | None, ...]
+    slack: int
+    owner: str
+    layers: dict[int, LayerState]
+    states: dict[int, Any]
+
+    @property
+    def rows(self) -> int:
+        return next(iter(self.layers.values())).keys.shape[0]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the keys and values that are kept."""
+        return sum(t.numel() * t.element_size() for state in self.layers.values() for t in (state.keys, state.values))
+
+    def save(self, path: str | Path) -> None:
+        """Writes one safetensors file. ValueError for a hybrid model, whose states have no file format here."""
+        from safetensors.torch import save_file
+
+        if self.states:
+            raise ValueError(
+                f"layers {sorted(self.states)} hold a convolution or recurrence state, which cannot be written to a "
+                "file; keep this snapshot in memory"
+            )
+        tensors = {}
+        for index, state in self.layers.items():
+            tensors[f"{index}.keys"] = state.keys.contiguous()
+            tensors[f"{index}.values"] = state.values.contiguous()
+        about = {
+            "seen": self.seen,
+            "windows": self.windows,
+            "slack": self.slack,
+            "owner": self.owner,
+            "first": {index: state.first for index, state in self.layers.items()},
+        }
+        save_file(tensors, path, {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)})
+
+
+def load_snapshot(path: str | Path) -> Snapshot:
+    """Reads what `Snapshot.save` wrote, to the CPU. ValueError: another kind of file, or another version of it."""
+    from safetensors import safe_open
+
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata() or {}
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{path} is no snapshot of swa_pass (its format is {metadata.get('format')!r})")
+        if metadata.get("version") != str(VERSION):
+            raise ValueError(
+                f"{path} is a snapshot of version {metadata.get('version')}, and this swa_pass reads version "
+                f"{VERSION}. Make the snapshot again."
+            )
+        about = json.loads(metadata["about"])
+        layers = {
+            int(index): LayerState(first, file.get_tensor(f"{index}.keys"), file.get_tensor(f"{index}.values"))
+            for index, first in about["first"].items()
+        }
+    return Snapshot(about["seen"], tuple(about["windows"]), about["slack"], about["owner"], layers, {})
+
+
+def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str, held: dict[int, Tensor | None]) -> None:
+    """Raises ValueError if a cache cannot take this snapshot, naming what differs. Changes nothing.
+
+    held: by layer index, the key store that the cache has, or None before the first call.
+    """
+    if snapshot.owner and owner and snapshot.owner != owner:
+        raise ValueError(f"this snapshot was made by {snapshot.owner}, and the cache belongs to {owner}")
+    if snapshot.windows != tuple(windows):
+        raise ValueError(
+            f"the snapshot's layers have the windows {list(snapshot.windows)}, and the cache's {list(windows)}"
+        )
+    for index, state in snapshot.layers.items():
+        store = held.get(index)
+        if store is None:
+            continue
+        kept = (state.keys.shape[1], state.keys.shape[3], state.keys.dtype)
+        here = (store.shape[1], store.shape[3], store.dtype)
+        names = ("kv_heads", "head_dim", "dtype")
+        wrong = [f"{name} {a} in the snapshot, {b} here" for name, a, b in zip(names, kept, here) if a != b]
+        if wrong:
+            raise ValueError(f"layer {index}: the snapshot does not fit this cache: {'; '.join(wrong)}")
+
+
+def repeated(tensor: Tensor, rows: int) -> Tensor:
+    """One row as `rows` equal ones; any other tensor must have `rows` rows already."""
+    return tensor.expand(rows, *tensor.shape[1:]) if tensor.shape[0] == 1 else tensor
+
+
+def repeat_state(layer: Any, rows: int) -> None:
+    """Makes a state layer of one row hold `rows` equal ones."""
+    index = torch.zeros(rows, dtype=torch.int64)
+    layer.reorder_cache(index)
