@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import sysconfig
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -18,6 +19,7 @@ from .log import logger, say_once
 from .notes import contradictions
 from .ops.build import find_compiler
 from .passes import Rewrite, rewrite_graph
+from .render import ranges
 from .runtime import Runtime, inner_compiler
 from .spec import LayerSpec, Report
 
@@ -83,6 +85,7 @@ def explain(model: Any) -> Report:
     notes = [runtime.failure] if runtime.failure else contradictions(model.config, specs)
     for step in runtime.steps.values():
         notes += [f"a {step.kind} step runs eager: {why}" for why in step.failed.values()]
+    notes += _prefill_notes(specs, runtime)
     return Report(type(model).__name__, specs, runtime.slack, tuple(notes))
 
 
@@ -227,13 +230,27 @@ def missing_for_inductor() -> str:
 
 
 def _as_compiled(spec: LayerSpec, runtime: Runtime) -> LayerSpec:
-    """What was proven, corrected by what the compiled graphs really hold."""
-    from dataclasses import replace
-
-    for step in runtime.steps.values():
-        for rewritten in step.rewrites:
-            if spec.action == "rewritten" and spec.index not in rewritten.fused:
-                finding = next((f for f in rewritten.findings if f.layer == spec.index), None)
-                why = finding.refusal if finding is not None and finding.refusal else "its cache access did not match"
-                return replace(spec, action="refused", reason=f"in the {step.kind} graph: {why}")
+    """What was proven, corrected by what the compiled decode graphs really hold."""
+    why = _unfused(spec.index, runtime.steps["decode"].rewrites)
+    if spec.action == "rewritten" and why:
+        return replace(spec, action="refused", reason=f"in the decode graph: {why}")
     return spec
+
+
+def _prefill_notes(specs: tuple[LayerSpec, ...], runtime: Runtime) -> list[str]:
+    """Layers that are fused in decode only, by reason."""
+    reasons: dict[str, list[int]] = {}
+    for spec in specs:
+        why = _unfused(spec.index, runtime.steps["prefill"].rewrites)
+        if spec.action == "rewritten" and why:
+            reasons.setdefault(why, []).append(spec.index)
+    return [f"prefill of layers {ranges(layers)} reads keys in time order: {why}" for why, layers in reasons.items()]
+
+
+def _unfused(layer: int, rewrites: list[Rewrite]) -> str:
+    """Why some graph does not have this layer fused; empty if all do."""
+    for rewritten in rewrites:
+        if layer not in rewritten.fused:
+            refusals = [f.refusal for f in rewritten.findings if f.layer == layer and f.refusal]
+            return refusals[0] if refusals else "its cache access did not match"
+    return ""
