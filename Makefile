@@ -1,4 +1,5 @@
 # make demo   the main job on a real model, with a table      make test   lint, types and tests
+# make test-all  tests on every family and model as well
 # make bench  decode benchmark                                make families  docs/families.md: every family against stock
 # make clean  remove what the others made
 #
@@ -19,11 +20,11 @@ PIP_FLAGS  := --disable-pip-version-check
 # The tests of the examples, the demo and the packaging do not depend on the transformers version.
 CORE_TESTS := tests --ignore=tests/test_packaging.py --ignore=tests/test_examples.py --ignore=tests/test_demo.py
 
-.PHONY: help demo test lint bench families test-transformers-5.17 clean
+.PHONY: help demo test test-all lint bench families test-transformers-5.17 clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,6p' Makefile
+	@sed -n '1,7p' Makefile
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -59,6 +60,9 @@ lint: $(VENV)/.ready
 
 test: lint
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-all: lint
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ""
 
 test-transformers-5.17: $(VENV_OLDEST)/.ready
 	$(BIN_OLDEST)/python -m pytest $(CORE_TESTS) $(PYTEST_ARGS)

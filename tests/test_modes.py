@@ -20,8 +20,8 @@ from swa_pass.api import runtime_of
 from swa_pass.compat import output_cache
 
 W = 8
-NAMES = ["mistral", "gemma2", "gemma3_text", "gemma4_text", "gpt_oss", "cohere2"]
-pytestmark = pytest.mark.parametrize("name", NAMES)
+NAMES, MORE = ["mistral", "gemma4_text", "gpt_oss"], ["gemma2", "gemma3_text", "cohere2"]
+pytestmark = pytest.mark.parametrize("name", [*NAMES, *(pytest.param(n, marks=pytest.mark.extended) for n in MORE)])
 ENTRIES = {entry["family"]: entry for entry in families.ENTRIES}
 
 

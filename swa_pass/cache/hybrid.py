@@ -100,6 +100,8 @@ class HybridCache(Cache):
         starts: (batch,) int64, absolute index of each row's first real token; None means no left padding.
         """
         stores = self.stores
+        for layer in stores:
+            layer.take_rows(batch)
         held = stores[0].batch_size
         if held not in (-1, batch):
             raise ValueError(f"the cache holds {held} rows and {batch} were given. Use a new cache, or reset it.")

@@ -108,6 +108,7 @@ class StoreLayer(CacheLayerMixin):
 
     def reserve(self, like_k: Tensor, like_v: Tensor, new: int) -> None:
         """Makes room for `new` tokens shaped like (B, kv_heads, any, head_dim). Checks everything, then allocates."""
+        self.take_rows(like_k.shape[0])
         if self.k_store is not None:
             self._check(like_k, self.k_store, "keys")
             self._check(like_v, self.v_store, "values")
@@ -128,6 +129,12 @@ class StoreLayer(CacheLayerMixin):
                 _fill(grown, after.runs(*kept), _read(old, before.runs(*kept), None))
         self.policy.capacity = capacity
         self.k_store, self.v_store = k_store, v_store
+
+    def take_rows(self, rows: int) -> None:
+        """An empty store is dropped when another number of rows comes: after a reset the batch may differ."""
+        if self.k_store is not None and self.policy.seen == 0 and self.batch_size != rows:
+            self.k_store = self.v_store = None
+            self.policy.capacity = 0
 
     def _check(self, new: Tensor, store: Tensor | None, what: str) -> None:
         assert store is not None
