@@ -12,6 +12,7 @@ canonical name. An operation that is not in the table below reads as `Opaque`, w
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -305,6 +306,7 @@ def _getitem(node: Node, memo: dict[Node, Field]) -> Field:
         return _gather(node, source, [read(key, memo) for key in keys])
     keys = _without_ellipsis(keys, source.ndim)
     takes = [_take(key, size) for key, size in zip([k for k in keys if k is not None], source.shape)]
+    takes = _from_the_end(keys, takes, source, shape_of(node))
     if any(take is None for take in takes):
         return _leaf(node, example(node))
 
@@ -347,6 +349,24 @@ def _gather(node: Node, source: Field, places: list[Field]) -> Field:
         return source.at(tuple(own))
 
     return elementwise(shape_of(node), pick, *places)
+
+
+def _from_the_end(
+    keys: tuple[Any, ...], takes: list[tuple[bool, Lin, int] | None], source: Field, shape: tuple[Any, ...]
+) -> list[tuple[bool, Lin, int] | None]:
+    """``x[-n:]`` of a symbolic length: it begins where the result, of known length, must begin."""
+    found, place, dimension = list(takes), 0, 0
+    for key in keys:
+        if key is None:
+            place += 1
+            continue
+        if isinstance(key, slice):
+            if takes[dimension] is None and key.stop in (None, sys.maxsize) and key.step in (None, 1):
+                start = integer(source.shape[dimension] - shape[place])
+                found[dimension] = None if start is None else (False, start, 1)
+            place += 1
+        dimension += 1
+    return found
 
 
 def _without_ellipsis(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from swa_pass.formula import AtLeastZero, Lin, conjunction, disjunction, negation, quotient
-from swa_pass.graph import integer
+from swa_pass.graph import example, integer
 from swa_pass.masks import REFUSED, Mask, decide, prove
 
 Q, K = 5, 24
@@ -422,3 +422,29 @@ def test_one_off_changes_the_verdict(window, lower, upper, shift):
         assert got == Mask("sliding", window + upper)
     if shift and got.kind not in REFUSED:  # the same formula about queries that sit elsewhere
         assert decide(formula, QUERY, key=k).kind in REFUSED
+
+
+def last_row(n, x):
+    q, k = n[0] + torch.arange(x.shape[0])[:, None], torch.arange(K)[None, :]
+    return ((k <= q) & (k > q - 8))[-1:, :]
+
+
+def last_rows(n, x):
+    q, k = n[0] + torch.arange(x.shape[0])[:, None], torch.arange(K)[None, :]
+    return ((k <= q) & (k > q - 8))[-2:, :]
+
+
+@pytest.mark.parametrize("capture", [dynamo_graph, aten_graph])
+@pytest.mark.parametrize(("build", "last"), [(last_row, 1), (last_rows, 2)])
+def test_the_last_rows_of_a_mask(capture, build, last):
+    """A slice from the end of a symbolic length: the rows that are left belong to the last queries."""
+    gm = capture(build, torch.tensor([11]), torch.zeros(Q))
+    (mask,) = (node.args[0] for node in gm.graph.nodes if node.op == "output")
+    mask = mask[0] if isinstance(mask, (tuple, list)) else mask
+    inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    sizes = [integer(node) for node in inputs if integer(node) is not None] or [integer(example(inputs[-1]).shape[0])]
+    first = next(node for node in inputs if integer(node) is None)
+    length, offset = sizes[0], Lin.symbol((first.name, Lin(0)))
+    assert prove(mask, offset + length - Lin(last), Lin(0), last) == Mask("sliding", 8)
+    for wrong in (offset, offset + length, offset + length - Lin(last + 1)):
+        assert prove(mask, wrong, Lin(0), last).kind in REFUSED

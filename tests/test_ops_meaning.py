@@ -45,6 +45,20 @@ def test_softcap_and_sinks(impl: Implementation, softcap: float, sinks: bool, wi
     check_case(impl, case)
 
 
+@pytest.mark.parametrize(("tokens", "queries"), [(2, 1), (5, 2), (40, 1), (300, 1), (300, 140)])
+@pytest.mark.parametrize("window", [0, 8])
+@pytest.mark.parametrize("starts", [None, [3, 0]])
+def test_queries_of_the_last_tokens_only(
+    impl: Implementation, tokens: int, queries: int, window: int, starts: list[int] | None
+) -> None:
+    """What the same call gives for the last queries when all are asked for."""
+    case = make_case(tokens=tokens, window=window, lengths=[11, 3], starts=starts, sinks=True)
+    want = impl.attend(*case.args(), **case.options)[:, :, -queries:]
+    case.q = case.q[:, :, -queries:]
+    check_case(impl, case)
+    torch.testing.assert_close(impl.attend(*case.args(), **case.options), want, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("tokens", [1, 4, 70])
 def test_pads_return_zeros(impl: Implementation, tokens: int) -> None:
     case = make_case(tokens=tokens, lengths=[2, 5, 0], starts=[2 + tokens, 5, 1], batch=3, sinks=True)

@@ -9,6 +9,7 @@ import torch
 from helpers import F, Pair, S, W, assert_oracle, feed, full_logits, one_by_one, tiny, token_ids
 
 import swa_pass
+from swa_pass.graph import op_name
 from swa_pass.pieces import as_module, assemble, compile_in_pieces, cut, signature
 
 
@@ -80,6 +81,17 @@ def test_the_writes_happen_in_place_and_once(graph):
             assert torch.equal(a, b)
             changed += not torch.equal(before, a)
     assert changed == 12, "keys and values of six layers"
+
+
+def test_the_compiler_sees_no_store(graph):
+    seen = []
+    compile_in_pieces(graph, [], compiler_that_counts(seen))
+    stores = {
+        node for each in graph.graph.nodes if op_name(each) == "swa_pass::attend_append" for node in each.args[3:5]
+    }
+    assert len(stores) == 12
+    assert not stores & {source for piece in cut(graph) for source in piece.inputs}
+    assert not any("swa_pass" in op_name(node) for gm in seen for node in gm.graph.nodes)
 
 
 def test_another_constant_is_another_piece(graph):

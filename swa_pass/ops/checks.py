@@ -103,8 +103,10 @@ def check_static(
     if q is None:
         return
     heads = q.shape[1]
-    if q.shape[0] != batch or q.shape[2] != tokens or q.shape[3] != head_dim:
+    if q.shape[0] != batch or q.shape[2] > tokens or q.shape[3] != head_dim:
         _fail(op, f"q {shape(q)} does not fit k_new {shape(k_new)}: batch, tokens and head_dim must agree")
+    if q.shape[2] != tokens and new_lengths is not None:
+        _fail(op, f"q has {q.shape[2]} of {tokens} new tokens; with new_lengths it must have all of them")
     if kv_heads == 0 or heads % kv_heads != 0:
         _fail(op, f"{heads} query heads cannot share {kv_heads} kv heads; the number must be a multiple")
     if sinks is not None:

@@ -37,15 +37,16 @@ def attend(
     sinks: Tensor | None = None,
     new_lengths: Tensor | None = None,
 ) -> Tensor:
-    """Attention of Q new tokens over their window, in float64; returns (B, H, Q, Dv) in q's dtype."""
-    batch, heads, tokens, _ = q.shape
+    """Attention of the last Q of the new tokens over their window, in float64; returns (B, H, Q, Dv) in q's dtype."""
+    batch, heads, queries, _ = q.shape
+    skipped = k_new.shape[2] - queries
     group = heads // k_new.shape[1]
-    out = q.new_zeros(batch, tokens, heads, v_new.shape[3]).transpose(1, 2)
+    out = q.new_zeros(batch, queries, heads, v_new.shape[3]).transpose(1, 2)
     for b in range(batch):
         length = int(lengths[b])
         start = 0 if starts is None else int(starts[b])
-        for i in range(tokens if new_lengths is None else int(new_lengths[b])):
-            position = length + i
+        for i in range(queries if new_lengths is None else int(new_lengths[b])):
+            position = length + skipped + i
             first = max(start, position - window + 1) if window > 0 else start
             seen = range(first, position + 1)
             if len(seen) == 0:

@@ -39,14 +39,16 @@ def attend(
     new_lengths: Tensor | None,
     out: Tensor,
 ) -> None:
-    batch, heads, tokens, dim = q.shape
-    kv_heads = k_new.shape[1]
+    batch, heads, queries, dim = q.shape
+    kv_heads, tokens = k_new.shape[1:3]
+    skipped = tokens - queries  # the queries are the last of the new tokens
     start = torch.zeros_like(lengths) if starts is None else starts
     count = torch.full_like(lengths, tokens) if new_lengths is None else new_lengths
     old = slot_positions(lengths, k_store.shape[2], window)
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
-    for i in range(0, tokens, QUERY_BLOCK):
+    for i in range(skipped, tokens, QUERY_BLOCK):
         end = min(tokens, i + QUERY_BLOCK)
+        mine = slice(i - skipped, end - skipped)
         first_new = max(0, i - window + 1) if window > 0 else 0
         fresh = torch.arange(first_new, end, device=q.device)
         key = torch.cat([old, lengths[:, None] + fresh], 1)[:, None, :]
@@ -59,7 +61,7 @@ def attend(
         seen = visible.any(1)[:, None, :, None]
         k = torch.cat([k_store, k_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
         v = torch.cat([v_store, v_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
-        packed = q[:, :, i:end].to(compute).reshape(batch, kv_heads, heads // kv_heads * (end - i), dim)
+        packed = q[:, :, mine].to(compute).reshape(batch, kv_heads, heads // kv_heads * (end - i), dim)
         scores = torch.matmul(packed, k.transpose(2, 3)).view(batch, heads, end - i, k.shape[2]) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
@@ -74,4 +76,4 @@ def attend(
             total = total + torch.exp(sinks.to(compute)[:, None, None] - top)
         weights = weights / total.masked_fill(total == 0, 1)
         values = torch.matmul(weights.view(batch, kv_heads, packed.shape[2], k.shape[2]), v)
-        out[:, :, i:end] = values.view(batch, heads, end - i, v.shape[3])
+        out[:, :, mine] = values.view(batch, heads, end - i, v.shape[3])

@@ -102,9 +102,9 @@ def attend(
     """Attention of the new tokens over the store as it was before this step, and over one another."""
     checks.refuse_unsupported(_op, block_table=block_table, k_scale=k_scale, v_scale=v_scale, valid=valid)
     checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
-    batch, heads, tokens, _ = q.shape
-    capacity = k_store.shape[2]
-    out = q.new_zeros(batch, tokens, heads, v_new.shape[3]).transpose(1, 2)
+    batch, heads, queries, _ = q.shape
+    tokens, capacity = k_new.shape[2], k_store.shape[2]
+    out = q.new_zeros(batch, queries, heads, v_new.shape[3]).transpose(1, 2)
     if lengths.device.type != "cpu":
         checks.assert_rows_async(_op, lengths, new_lengths, tokens, capacity, window, _write)
         torch_masked.attend(

@@ -119,8 +119,12 @@ def attend_rows(
     softcap: float,
     sinks: Tensor | None,
 ) -> None:
-    """Fill `out` (B, H, Q, Dv, zeros before) for a group of rows; `count` of the new tokens are real."""
-    batch, heads, _, dim = q.shape
+    """Fill `out` (B, H, Q, Dv, zeros before) for a group of rows; `count` of the new tokens are real.
+
+    The queries are the last Q of the new tokens.
+    """
+    batch, heads, queries, dim = q.shape
+    skipped = rows.k_new.shape[2] - queries
     length, window, value_dim = rows.length, rows.window, out.shape[3]
     fused = softcap <= 0 and q.dtype != torch.float64
     fused = fused and (value_dim == dim or (value_dim < dim and count > 16))
@@ -134,14 +138,15 @@ def attend_rows(
             visible = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril_()
         return _explicit_part(qb, k, v, scale, softcap, visible)
 
-    i = max(0, start - length)  # queries before are pads and see nothing
+    i = max(skipped, start - length)  # queries before are pads and see nothing
     while i < count:
         # Until the window moves (its first key is `start`) causal attention needs no mask, whatever the block's size.
         still = count if window == 0 else min(count, start + window - length)
         block_end = still if i < still else min(count, i + QUERY_BLOCK)
         if not fused:
             block_end = min(block_end, i + explicit_block)
-        qb = q[:, :, i:block_end]
+        mine = slice(i - skipped, block_end - skipped)
+        qb = q[:, :, mine]
         first_query, end_query = length + i, length + block_end
         low = max(start, first_query - window + 1) if window > 0 else start  # first key of the first query
         high = max(start, end_query - window) if window > 0 else start  # first key of the last query
@@ -155,9 +160,9 @@ def attend_rows(
                 k, v = rows.joined(low, high + 1)
                 parts.append(part(qb, k, v, visible=_band(first_query, end_query, low, high + 1, start, window)))
                 low = high + 1
-            for k, v in rows.runs(low, first_query):
+            for k, v in rows.runs(low, first_query):  # the store, and new tokens before this block
                 for a in range(0, k.shape[2], max_keys):
                     parts.append(part(qb, k[:, :, a : a + max_keys], v[:, :, a : a + max_keys]))
             parts.append(part(qb, rows.k_new[:, :, i:block_end], rows.v_new[:, :, i:block_end], causal=True))
-        out[:, :, i:block_end] = _merge(parts, sinks)
+        out[:, :, mine] = _merge(parts, sinks)
         i = block_end

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from ..formula import Field
-from ..graph import example, has_side_effect, op_name, shape_of
+from ..graph import example, has_side_effect, integer, op_name, shape_of
 from ..masks import Mask, prove, unknown
 from ..patterns import ATTENTION, AttentionSite, kv_view
 from ..patterns.kv_view import KVView
@@ -84,10 +84,14 @@ def _reader_past(sites: set[Node], view: Node) -> str:
 def _prove_once(
     site: AttentionSite, keys: KVView, memo: dict[Node, Field], verdicts: dict[tuple[object, ...], Mask]
 ) -> Mask:
-    where = (site.mask, keys.query_offset, keys.key_offset)
+    queries = shape_of(site.query)[2]
+    skipped = integer(shape_of(keys.new)[2] - queries)  # a model may ask only for the last tokens of a prompt
+    if skipped is None:
+        return unknown(f"{queries} queries of {shape_of(keys.new)[2]} new tokens: which ones is not known")
+    where = (site.mask, keys.query_offset + skipped, keys.key_offset)
     if where not in verdicts:
         verdicts[where] = prove(
-            site.mask, keys.query_offset, keys.key_offset, shape_of(site.query)[2], shape_of(keys.node)[2], memo
+            site.mask, keys.query_offset + skipped, keys.key_offset, queries, shape_of(keys.node)[2], memo
         )
     return verdicts[where]
 
