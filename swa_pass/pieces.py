@@ -44,7 +44,7 @@ def compile_in_pieces(gm: GraphModule, inputs: list[Any], compiler: Compiler) ->
     """
     pieces = cut(gm)
     signatures = [signature(piece) for piece in pieces]
-    if len(set(signatures)) == len(pieces):
+    if len(set(signatures)) == len(pieces) or any(example(source) is None for p in pieces for source in p.inputs):
         return compiler(gm, inputs)
     compiled: dict[Hashable, Callable[..., Any]] = {}
     for piece, key in zip(pieces, signatures):
@@ -132,7 +132,8 @@ def assemble(gm: GraphModule, pieces: Sequence[Piece], functions: Sequence[Calla
     copies: dict[Node, Node] = {}
     first = {piece.nodes[0]: (piece, function) for piece, function in zip(pieces, functions)}
     inside = {node for piece in pieces for node in piece.nodes}
-    for node in gm.graph.nodes:
+    constants = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
+    for node in (*constants, *(node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr"))):
         if node in first:
             piece, function = first[node]
             result = graph.call_function(function, tuple(copies[source] for source in piece.inputs))

@@ -15,6 +15,7 @@ import hashlib
 import inspect
 import json
 from collections.abc import Callable, Hashable
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -45,6 +46,10 @@ _COMPILED_ARGUMENTS = {
 _DYNAMO_ERRORS = (torch._dynamo.exc.TorchDynamoException, torch._dynamo.exc.FailOnRecompileLimitHit)
 
 
+#: Whether the call that this thread is in has left padding.
+_padded: ContextVar[bool] = ContextVar("swa_pass_padded", default=False)
+
+
 class NeedsTimeOrder(Exception):
     """A padded call met a graph in which some layer still reads its keys with a mask that knows no padding."""
 
@@ -64,12 +69,10 @@ class Runtime:
         self.parameters = list(inspect.signature(self.stock).parameters)
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
         self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
-        self.padded = False
         self.compiled_calls = 0
         self.failure = ""
         self.owner = ""
-        self._specs: tuple[LayerSpec, ...] | None = None
-        self._specs_for: object = None
+        self._known: dict[Hashable, tuple[tuple[LayerSpec, ...], str, str]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model gets a runtime of its own: graphs belong to the weights they were captured with."""
@@ -78,25 +81,35 @@ class Runtime:
         model = copy.deepcopy(self.model, memo)
         vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0, failure="")
         twin.steps = {kind: Step(twin, kind) for kind in self.steps}
-        twin._specs = twin._specs_for = None
+        twin._known = {}
         return twin
+
+    def __reduce__(self) -> Any:
+        """Graphs cannot be pickled: a model that was pickled while applied is a stock one when it is loaded."""
+        return _nothing, ()
 
     # ------------------------------------------------------------------ what was proven
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """Proven at the first call, and again when dtype, device or attention implementation changed."""
+        """Proven at the first call, and once more for every other dtype, device, attention implementation or autocast
+        (which may leave keys in float32 and values not)."""
         parameter = next(self.model.parameters())
-        state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None))
-        if self._specs is None or self._specs_for != state:
-            self._specs_for, self._specs, self.failure = state, (), ""
-            self.owner = owner_of(self.model)
+        kind = parameter.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None), autocast)
+        if state not in self._known:
+            failure = ""
+            specs: tuple[LayerSpec, ...] = ()
             try:
-                self._specs = discover(self.model, self.stock)
+                specs = discover(self.model, self.stock)
             except CaptureError as error:
-                self.failure = str(error)
-            self._announce(self._specs)
-        return self._specs
+                failure = str(error)
+            self._known[state] = specs, failure, owner_of(self.model)
+            self.failure = failure
+            self._announce(specs)
+        specs, self.failure, self.owner = self._known[state]
+        return specs
 
     @property
     def active(self) -> bool:
@@ -146,8 +159,12 @@ class Runtime:
         stateful = bool(cache.states) and (new > 1 or cache.seen == 0)
         if not ok or form in step.failed or not self._compilable(kwargs) or stateful:
             return self.stock(**kwargs)
+        if cache.clock.managed:
+            raise RuntimeError(
+                "this cache is in use by another call, in another thread. Each thread needs a cache of its own."
+            )
         cache.prepare(self.specs, batch, new, starts)
-        self.padded = starts is not None
+        _padded.set(starts is not None)
         try:
             output = step.run(form, plain, cache)
         except NeedsTimeOrder:
@@ -203,6 +220,10 @@ class Runtime:
         return HybridCache(windows, slack=self.slack, hint=hint, owner=self.owner)
 
 
+def _nothing() -> None:
+    return None
+
+
 class Step:
     """One kind of call, prefill or decode, compiled once for each form in which callers make it.
 
@@ -237,10 +258,9 @@ class Step:
         compiled = _compile_with(self.runtime.backends[self.kind], gm, inputs)
         if not rewrite.views_left:
             return compiled
-        runtime = self.runtime
 
         def guarded(*args: Any) -> Any:
-            if runtime.padded:
+            if _padded.get():
                 raise NeedsTimeOrder
             return compiled(*args)
 

@@ -58,7 +58,7 @@ BAD: dict[str, tuple[Change, str]] = {
 }
 BAD_ATTEND: dict[str, tuple[Change, str]] = {
     "heads": (_set("q", lambda c: c.q[:, :3]), r"3 query heads cannot share 2 kv heads"),
-    "q tokens": (_set("q", lambda c: c.q[:, :, :1]), r"q \(2, 4, 1, 16\) does not fit k_new"),
+    "q tokens": (_set("q", lambda c: torch.cat([c.q, c.q], 2)), r"q \(2, 4, \d+, 16\) does not fit k_new"),
     "sinks shape": (_set("sinks", lambda c: torch.zeros(3)), r"sinks must have shape \(4,\)"),
     "sinks dtype": (_set("sinks", lambda c: torch.zeros(4, dtype=torch.int64)), r"sinks is torch.int64"),
 }

@@ -94,6 +94,25 @@ def test_the_compiler_sees_no_store(graph):
     assert not any("swa_pass" in op_name(node) for gm in seen for node in gm.graph.nodes)
 
 
+def test_a_constant_in_the_middle_of_a_piece(graph):
+    changed = copy.deepcopy(graph)
+    changed.register_buffer("one", torch.ones(()))
+    middle = cut(changed)[2].nodes[4]
+    value = middle.meta["example_value"]
+    with changed.graph.inserting_after(middle):
+        constant = changed.graph.get_attr("one")
+    constant.meta["example_value"] = changed.one
+    with changed.graph.inserting_after(constant):
+        product = changed.graph.call_function(torch.mul, (middle, constant))
+    product.meta["example_value"] = value
+    middle.replace_all_uses_with(product, delete_user_cb=lambda user: user is not product)
+    changed.recompile()
+    inputs = real(changed)
+    expected = graph(*copy.deepcopy(inputs))
+    got = compile_in_pieces(changed, [], compiler_that_counts([]))(*copy.deepcopy(inputs))
+    assert torch.equal(got[0], expected[0])
+
+
 def test_another_constant_is_another_piece(graph):
     changed = copy.deepcopy(graph)
     middle = cut(changed)[2]

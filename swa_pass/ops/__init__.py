@@ -1,10 +1,10 @@
 """The custom operators: sliding-window attention over a ring store, and the writes into it.
 
 `torch.ops.swa_pass.{view, append, attend, attend_append}`. With B rows, H query heads, KV kv heads (H a multiple of
-KV), Q new tokens, C slots, D / Dv key and value head_dim:
+KV), N new tokens, C slots, D / Dv key and value head_dim:
 
-    q        (B, H, Q, D)      any strides, last one 1
-    k_new    (B, KV, Q, D)     any strides, last one 1;  v_new  (B, KV, Q, Dv)
+    q        (B, H, Q, D)      any strides, last one 1; the queries are the last Q <= N of the new tokens
+    k_new    (B, KV, N, D)     any strides, last one 1;  v_new  (B, KV, N, Dv)
     k_store  (B, KV, C, D)     contiguous;               v_store (B, KV, C, Dv)
     lengths  (B,) int64        tokens in the store before this step (all that were ever written, not clipped to C)
     starts   (B,) int64        position of the row's first real token (left pads lie before it); None: zeros

@@ -110,6 +110,8 @@ def _mismatch(site: AttentionSite, keys: KVView, values: KVView) -> str:
         return f"{heads} query heads do not match {kv_heads} kv heads repeated {keys.groups} times"
     if site.grouped and heads % kv_heads:
         return f"{heads} query heads are not a multiple of {kv_heads} kv heads"
+    if example(keys.new).dtype != example(values.new).dtype:
+        return f"keys are {example(keys.new).dtype} and values are {example(values.new).dtype}"
     if example(site.query).dtype != example(keys.new).dtype:
         return f"queries are {example(site.query).dtype} and keys are {example(keys.new).dtype}"
     return ""
