@@ -214,7 +214,12 @@ class Runtime:
         return not extra and not getattr(self.model.config, "output_attentions", False)
 
     def make_cache(self, hint: int = 0) -> HybridCache:
-        """A cache for this model: rings where sliding was proven, linear stores elsewhere."""
+        """A cache for this model: rings where sliding was proven, linear stores elsewhere.
+
+        RuntimeError if the model runs its stock path: its masks may be made for another cache than ours.
+        """
+        if not self.active:
+            raise RuntimeError("this model runs its stock path; swa_pass.explain(model) says why. Use a stock cache.")
         states = state_layers(self.model.config) if any(s.kind == "state" for s in self.specs) else {}
         windows = [states.get(s.index, s.window) for s in self.specs]
         return HybridCache(windows, slack=self.slack, hint=hint, owner=self.owner)

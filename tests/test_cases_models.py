@@ -63,6 +63,8 @@ def test_case_14_the_window_is_read_from_the_mask_not_from_a_key():
     entry["config"]["sliding_window_size"] = W - 1
     entries = {"sliding_window": ENTRIES["mimo_v2_flash"], "sliding_window_size": entry}
     stocks = {name: families.build(each) for name, each in entries.items()}
+    if stocks["sliding_window_size"].config.sliding_window > W + 1:
+        pytest.skip("this transformers does not know the raw key")
     ids = ids_of(3 * W)
     logits = {name: whole(stock, ids) for name, stock in stocks.items()}
     for name, stock in stocks.items():
@@ -244,6 +246,7 @@ def test_case_67_images_see_their_whole_block():
 @pytest.mark.parametrize("cap", [0.5, None])
 def test_case_70_softcap(cap):
     stock = families.build(entry_of("gemma2", attn_logit_softcapping=cap))
+    stock.set_attn_implementation("eager")  # where SDPA is allowed, it leaves the softcap out
     model = applied(stock)
     ids = ids_of(4 * W)
     got = steps(model, ids, 2 * W + 3)
@@ -252,6 +255,7 @@ def test_case_70_softcap(cap):
     if cap:
         dropped = families.build(entry_of("gemma2", attn_logit_softcapping=None))
         dropped.load_state_dict(stock.state_dict())
+        dropped.set_attn_implementation("eager")
         assert distance(got, whole(dropped, ids)) > MUTATED
 
 

@@ -9,11 +9,12 @@ view and the attention there may be `repeat_kv`:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from torch.fx import Node
 
 from ..formula import Lin, maximum
-from ..graph import op_name, shape_of
+from ..graph import example, op_name, shape_of
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,7 @@ def is_view(node: Node) -> bool:
 
 def find(node: Node) -> KVView | None:
     """Follows an attention's key or value back to the view it comes from, through repeat_kv only."""
+    node = _before_moves(node)
     if is_view(node):
         return KVView(node, 1)
     if op_name(node) != "reshape":
@@ -76,7 +78,7 @@ def find(node: Node) -> KVView | None:
     inserted = expanded.args[0]
     if not isinstance(inserted, Node) or op_name(inserted) not in ("getitem", "unsqueeze"):
         return None
-    source = inserted.args[0]
+    source = _before_moves(inserted.args[0])
     if not isinstance(source, Node) or not is_view(source):
         return None
     batch, kv_heads, length, head_dim = shape_of(source)
@@ -89,6 +91,16 @@ def find(node: Node) -> KVView | None:
     if _sizes(shape_of(expanded)) != _sizes(repeated) or _sizes(shape_of(node)) != _sizes(wanted):
         return None
     return KVView(source, groups)
+
+
+def _before_moves(node: Any) -> Any:
+    """Without casts and moves that change nothing, such as ``keys.to(query.device)`` on one device."""
+    while isinstance(node, Node) and op_name(node) in ("to", "contiguous") and isinstance(node.args[0], Node):
+        before, after = example(node.args[0]), example(node)
+        if (before.dtype, before.device) != (after.dtype, after.device):
+            break
+        node = node.args[0]
+    return node
 
 
 def _sizes(shape: tuple[object, ...]) -> list[str]:
