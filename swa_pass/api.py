@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .cache import HybridCache
+from .cache import DEFAULT_SLACK, HybridCache
 from .capture import discover, first_line
 from .compat import cache_argument
 from .log import logger, say_once
@@ -27,7 +27,9 @@ _KEY = "_swa_pass"
 _HOOKS = ("forward", "_prepare_cache_for_generation")
 
 
-def apply(model: Any, *, backend: Any = None, strict: bool = False, slack: int = 16, decode_linear: bool = True) -> Any:
+def apply(
+    model: Any, *, backend: Any = None, strict: bool = False, slack: int = DEFAULT_SLACK, decode_linear: bool = True
+) -> Any:
     """Makes a Hugging Face decoder run its sliding-window layers on ring buffers. Returns the same object.
 
     Nothing is captured yet: that happens at the first call, or in `warmup`. Weights, config, dtype and state_dict stay
@@ -80,9 +82,10 @@ def explain(model: Any) -> Report:
     if runtime is None:
         _check(model)
         specs: tuple[LayerSpec, ...] = discover(model, model.forward)
-        return Report(type(model).__name__, specs, 16, tuple(contradictions(model.config, specs)))
+        return Report(type(model).__name__, specs, DEFAULT_SLACK, tuple(contradictions(model.config, specs)))
     specs = tuple(_as_compiled(spec, runtime) for spec in runtime.specs)
-    notes = [runtime.failure] if runtime.failure else contradictions(model.config, specs)
+    failure = runtime.proof.failure
+    notes = [failure] if failure else contradictions(model.config, specs)
     for step in runtime.steps.values():
         notes += [f"a {step.kind} step runs eager: {why}" for why in step.failed.values()]
     notes += _prefill_notes(specs, runtime)

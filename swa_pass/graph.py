@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -104,6 +105,15 @@ def argument(node: Node, position: int, name: str, default: Any) -> Any:
     if name in node.kwargs:
         return node.kwargs[name]
     return node.args[position] if position < len(node.args) else default
+
+
+def before(node: Any, names: Collection[str], same: Callable[[Any, Any], bool]) -> Any:
+    """Back through operations of these names, as far as ``same(value before, value after)`` holds."""
+    while isinstance(node, Node) and op_name(node) in names and isinstance(node.args[0], Node):
+        if not same(example(node.args[0]), example(node)):
+            break
+        node = node.args[0]
+    return node
 
 
 def has_side_effect(node: Node) -> bool:

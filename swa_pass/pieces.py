@@ -12,7 +12,6 @@ the compiler sees 3 pieces.
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,8 +131,7 @@ def assemble(gm: GraphModule, pieces: Sequence[Piece], functions: Sequence[Calla
     copies: dict[Node, Node] = {}
     first = {piece.nodes[0]: (piece, function) for piece, function in zip(pieces, functions)}
     inside = {node for piece in pieces for node in piece.nodes}
-    constants = [node for node in gm.graph.nodes if node.op in ("placeholder", "get_attr")]
-    for node in (*constants, *(node for node in gm.graph.nodes if node.op not in ("placeholder", "get_attr"))):
+    for node in sorted(gm.graph.nodes, key=lambda node: node.op not in ("placeholder", "get_attr")):  # constants first
         if node in first:
             piece, function = first[node]
             result = graph.call_function(function, tuple(copies[source] for source in piece.inputs))
@@ -154,4 +152,5 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     def piece(*args: Any) -> Any:
         return function(*args)
 
-    return types.FunctionType(piece.__code__, {**globals(), "__name__": __name__}, name, None, piece.__closure__)
+    piece.__name__ = piece.__qualname__ = name
+    return piece

@@ -305,8 +305,8 @@ def _getitem(node: Node, memo: dict[Node, Field]) -> Field:
     if all(isinstance(example(key), torch.Tensor) for key in keys) and len(keys) == source.ndim:
         return _gather(node, source, [read(key, memo) for key in keys])
     keys = _without_ellipsis(keys, source.ndim)
-    takes = [_take(key, size) for key, size in zip([k for k in keys if k is not None], source.shape)]
-    takes = _from_the_end(keys, takes, source, shape_of(node))
+    taken = zip([k for k in keys if k is not None], source.shape, _results(keys, shape_of(node)))
+    takes = [_take(key, size, result) for key, size, result in taken]
     if any(take is None for take in takes):
         return _leaf(node, example(node))
 
@@ -351,22 +351,11 @@ def _gather(node: Node, source: Field, places: list[Field]) -> Field:
     return elementwise(shape_of(node), pick, *places)
 
 
-def _from_the_end(
-    keys: tuple[Any, ...], takes: list[tuple[bool, Lin, int] | None], source: Field, shape: tuple[Any, ...]
-) -> list[tuple[bool, Lin, int] | None]:
-    """``x[-n:]`` of a symbolic length: it begins where the result, of known length, must begin."""
-    found, place, dimension = list(takes), 0, 0
-    for key in keys:
-        if key is None:
-            place += 1
-            continue
-        if isinstance(key, slice):
-            if takes[dimension] is None and key.stop in (None, sys.maxsize) and key.step in (None, 1):
-                start = integer(source.shape[dimension] - shape[place])
-                found[dimension] = None if start is None else (False, start, 1)
-            place += 1
-        dimension += 1
-    return found
+def _results(keys: tuple[Any, ...], shape: tuple[Any, ...]) -> list[Any]:
+    """For each key that takes a dimension: the size that is left of it, None where a single element is taken."""
+    sizes = iter(shape)
+    left = [None if key is not None and not isinstance(key, slice) else next(sizes) for key in keys]
+    return [size for key, size in zip(keys, left) if key is not None]
 
 
 def _without_ellipsis(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
@@ -377,19 +366,22 @@ def _without_ellipsis(keys: tuple[Any, ...], ndim: int) -> tuple[Any, ...]:
     return (*keys[:at], *(slice(None),) * fill, *keys[at + 1 :])
 
 
-def _take(key: Any, size: Any) -> tuple[bool, Lin, int] | None:
-    """What one index does to one dimension: (is it a single element, offset, step); None if it is data dependent."""
+def _take(key: Any, size: Any, result: Any) -> tuple[bool, Lin, int] | None:
+    """What one index does to one dimension: (is it a single element, offset, step); None if it is data dependent.
+
+    result: the size that a slice leaves.
+    """
     if isinstance(key, slice):
         start = Lin(0) if key.start is None else integer(key.start)
         step = 1 if key.step is None else key.step
-        if start is None or not isinstance(step, int) or step < 1:
+        if not isinstance(step, int) or step < 1:
             return None
-        if start.is_const and start.const < 0:
+        if start is not None and start.is_const and start.const < 0:
             length = integer(size)
-            if length is None or not length.is_const:
-                return None
-            start = Lin(max(length.const + start.const, 0))
-        return False, start, step
+            start = Lin(max(length.const + start.const, 0)) if length is not None and length.is_const else None
+        if start is None and step == 1 and key.stop in (None, sys.maxsize):
+            start = integer(size - result)  # x[-n:] of a symbolic length: it begins where the result must
+        return None if start is None else (False, start, step)
     offset = None if isinstance(example(key), torch.Tensor) else integer(key)
     if offset is None:
         return None

@@ -16,6 +16,7 @@ import inspect
 import json
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -54,6 +55,18 @@ class NeedsTimeOrder(Exception):
     """A padded call met a graph in which some layer still reads its keys with a mask that knows no padding."""
 
 
+@dataclass(frozen=True)
+class Proof:
+    """What is known about a model in one dtype, device, attention implementation and autocast.
+
+    failure: why nothing is (empty: `specs` says it all).  owner: see `owner_of`.
+    """
+
+    specs: tuple[LayerSpec, ...]
+    failure: str
+    owner: str
+
+
 class Runtime:
     """State of one applied model: what was proven about it, and its compiled steps."""
 
@@ -70,18 +83,16 @@ class Runtime:
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
         self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
         self.compiled_calls = 0
-        self.failure = ""
-        self.owner = ""
-        self._known: dict[Hashable, tuple[tuple[LayerSpec, ...], str, str]] = {}
+        self._proofs: dict[Hashable, Proof] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         """A copied model gets a runtime of its own: graphs belong to the weights they were captured with."""
         twin = Runtime.__new__(Runtime)
         memo[id(self)] = twin
         model = copy.deepcopy(self.model, memo)
-        vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0, failure="")
+        vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0)
         twin.steps = {kind: Step(twin, kind) for kind in self.steps}
-        twin._known = {}
+        twin._proofs = {}
         return twin
 
     def __reduce__(self) -> Any:
@@ -91,25 +102,25 @@ class Runtime:
     # ------------------------------------------------------------------ what was proven
 
     @property
-    def specs(self) -> tuple[LayerSpec, ...]:
-        """Proven at the first call, and once more for every other dtype, device, attention implementation or autocast
+    def proof(self) -> Proof:
+        """Made at the first call, and once more for every other dtype, device, attention implementation or autocast
         (which may leave keys in float32 and values not)."""
         parameter = next(self.model.parameters())
         kind = parameter.device.type
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None), autocast)
-        if state not in self._known:
-            failure = ""
-            specs: tuple[LayerSpec, ...] = ()
+        if state not in self._proofs:
             try:
-                specs = discover(self.model, self.stock)
+                proof = Proof(discover(self.model, self.stock), "", owner_of(self.model))
             except CaptureError as error:
-                failure = str(error)
-            self._known[state] = specs, failure, owner_of(self.model)
-            self.failure = failure
-            self._announce(specs)
-        specs, self.failure, self.owner = self._known[state]
-        return specs
+                proof = Proof((), str(error), owner_of(self.model))
+            self._proofs[state] = proof
+            self._announce(proof)
+        return self._proofs[state]
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.proof.specs
 
     @property
     def active(self) -> bool:
@@ -117,10 +128,11 @@ class Runtime:
         specs = self.specs
         return any(s.action == "rewritten" for s in specs) and all(s.kind != "other" for s in specs)
 
-    def _announce(self, specs: tuple[LayerSpec, ...]) -> None:
+    def _announce(self, proof: Proof) -> None:
+        specs = proof.specs
         refused = [s for s in specs if s.action == "refused"]
-        if self.failure or refused:
-            what = self.failure
+        if proof.failure or refused:
+            what = proof.failure
             if not what:
                 first = refused[0]
                 what = f"{len(refused)} of {len(specs)} layers refused, first layer {first.index}: {first.reason}"
@@ -220,9 +232,10 @@ class Runtime:
         """
         if not self.active:
             raise RuntimeError("this model runs its stock path; swa_pass.explain(model) says why. Use a stock cache.")
-        states = state_layers(self.model.config) if any(s.kind == "state" for s in self.specs) else {}
-        windows = [states.get(s.index, s.window) for s in self.specs]
-        return HybridCache(windows, slack=self.slack, hint=hint, owner=self.owner)
+        proof = self.proof
+        states = state_layers(self.model.config) if any(s.kind == "state" for s in proof.specs) else {}
+        windows = [states.get(s.index, s.window) for s in proof.specs]
+        return HybridCache(windows, slack=self.slack, hint=hint, owner=proof.owner)
 
 
 def _nothing() -> None:

@@ -31,6 +31,7 @@ import swa_pass
 from swa_pass.api import runtime_of
 
 ENTRIES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text())
+BY_NAME = {entry["family"]: entry for entry in ENTRIES}
 LETTERS = {"sliding": "s", "full": "f", "chunked": "c", "state": "-", "other": "?"}
 PADS = 3
 
@@ -44,15 +45,15 @@ class Row:
     """
 
     family: str
-    layers: str
-    windows: tuple[int, ...]
     action: str
-    error: float | None
-    tells: float | None
-    compiled: int
-    calls: int
     reason: str
     seconds: float
+    layers: str = ""
+    windows: tuple[int, ...] = ()
+    error: float | None = None
+    tells: float | None = None
+    compiled: int = 0
+    calls: int = 0
 
 
 def build(entry: dict[str, Any], window_change: int = 0) -> Any:
@@ -75,13 +76,24 @@ def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
     return arguments
 
 
+def mutant(entry: dict[str, Any], stock: Any, window_change: int) -> Any:
+    """The stock model's weights with another window."""
+    model = build(entry, window_change)
+    model.load_state_dict(stock.state_dict())
+    return model
+
+
+def ids_of(length: int, batch: int = 1, seed: int = 0) -> Tensor:
+    """Random tokens that mean nothing special to any entry."""
+    return torch.randint(5, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
 def measure(entry: dict[str, Any]) -> Row:
     """Builds, explains, runs and compares one family. Never raises for a family that cannot be built or captured."""
     started = time.perf_counter()
 
     def row(action: str, reason: str, **found: Any) -> Row:
-        values = {"layers": "", "windows": (), "error": None, "tells": None, "compiled": 0, "calls": 0, **found}
-        return Row(entry["family"], action=action, reason=reason, seconds=time.perf_counter() - started, **values)
+        return Row(entry["family"], action, reason, time.perf_counter() - started, **found)
 
     try:
         stock = build(entry)
@@ -123,11 +135,8 @@ def measure(entry: dict[str, Any]) -> Row:
         return row(action, reason, **found)
     got = stepwise(model, ids, mask, prompt)
     found["error"] = (got - wanted)[real].abs().max().item()
-    moved = []
-    for change in (-1, 1):
-        mutant = build(entry, change)
-        mutant.load_state_dict(stock.state_dict())
-        moved.append((got - whole(mutant, ids, mask))[real].abs().max().item())
+    mutants = (mutant(entry, stock, change) for change in (-1, 1))
+    moved = [(got - whole(each, ids, mask))[real].abs().max().item() for each in mutants]
     runtime = runtime_of(model)
     assert runtime is not None
     return row(action, reason, **found, tells=min(moved), compiled=runtime.compiled_calls, calls=1 + steps)

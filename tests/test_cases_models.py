@@ -9,12 +9,13 @@ from types import SimpleNamespace
 import families
 import pytest
 import torch
+from families import ids_of
 from helpers import MUTATED, TOLERANCE, distance
 
 import swa_pass
 from swa_pass.api import runtime_of
 
-ENTRIES = {entry["family"]: entry for entry in families.ENTRIES}
+ENTRIES = families.BY_NAME
 W = 8
 
 
@@ -22,10 +23,6 @@ def entry_of(name, **changes):
     entry = copy.deepcopy(ENTRIES[name])
     entry["config"].update(changes)
     return entry
-
-
-def ids_of(length, batch=1, seed=0):
-    return torch.randint(5, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def applied(stock):
@@ -195,9 +192,7 @@ def test_cases_59_68_layers_that_share_keys(name):
     got, expected = steps(both.model, ids, 3 * W), whole(both.stock, ids)
     assert distance(got, expected) < 2e-3
     for change in (-1, 1):
-        mutant = families.build(ENTRIES[name], change)
-        mutant.load_state_dict(both.stock.state_dict())
-        assert distance(got, whole(mutant, ids)) > 0.1
+        assert distance(got, whole(families.mutant(ENTRIES[name], both.stock, change), ids)) > 0.1
     shared = getattr(both.stock.config, "num_kv_shared_layers", 0) or 0
     own = both.stock.config.layer_types[: both.stock.config.num_hidden_layers - shared]
     rings = [layer for layer in runtime_of(both.model).make_cache().stores if layer.is_sliding]

@@ -16,7 +16,8 @@ from rich.console import Console
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
 import swa_pass
-from swa_pass.demo import ENDINGS, document, measure, prompts, tables, weights
+from swa_pass.demo import ENDINGS, Prompts, document, measure, prompts, tables, weights
+from swa_pass.demo.child import VARIANTS, cache_options
 from swa_pass.demo.compare import Difference, describe, first_differences
 from swa_pass.render import ranges
 
@@ -143,17 +144,20 @@ def test_the_end_token_does_not_stop_a_measurement(model: Any) -> None:
     assert model.generation_config.eos_token_id == would_stop, "the model's own configuration was changed"
 
 
-@pytest.mark.parametrize("variant", ["dynamic", "static", "applied"])
-def test_a_shared_text_gives_the_same_tokens(model: Any, variant: str) -> None:
-    """Reading the text once and copying its cache to the rows is no other computation than reading it in every row."""
+def shared_text(model: Any, variant: str) -> tuple[Prompts, dict[str, Any]]:
+    """A text with three endings, and the options of a variant; the model is made ready for it."""
     if variant == "applied":
         swa_pass.apply(model, backend="eager")
-    options = {"cache_implementation": "static", "max_cache_len": 70} if variant == "static" else {}
-    text, endings = torch.randint(3, 64, (1, 50)), torch.randint(3, 64, (3, 4))
-    full = torch.cat([text.expand(3, -1), endings], dim=1)
-    separate = measure.greedy(model, full, 6, **options)
-    cache = measure.repeat_rows(measure.greedy(model, text, 1, **options).cache, 3)
-    assert measure.greedy(model, full, 6, cache=cache).tokens == separate.tokens
+    return Prompts(torch.randint(3, 64, (1, 50)), torch.randint(3, 64, (3, 4))), cache_options(variant, 70)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_shared_text_gives_the_same_tokens(model: Any, variant: str) -> None:
+    """Reading the text once and copying its cache to the rows is no other computation than reading it in every row."""
+    texts, options = shared_text(model, variant)
+    separate = measure.greedy(model, texts.full, 6, **options)
+    cache = measure.repeat_rows(measure.greedy(model, texts.document, 1, **options).cache, 3)
+    assert measure.greedy(model, texts.full, 6, cache=cache).tokens == separate.tokens
 
 
 def test_kv_bytes_counts_whole_buffers(model: Any) -> None:
@@ -208,18 +212,17 @@ def test_the_slower_stock_variant_may_write_less() -> None:
     ]
 
 
-@pytest.mark.parametrize("variant", ["dynamic", "static", "applied"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_the_copy_of_a_cache_has_read_the_prompt_and_no_more(model: Any, variant: str) -> None:
-    if variant == "applied":
-        swa_pass.apply(model, backend="eager")
-    options = {"cache_implementation": "static", "max_cache_len": 70} if variant == "static" else {}
-    text, endings = torch.randint(3, 64, (1, 50)), torch.randint(3, 64, (3, 4))
-    full = torch.cat([text.expand(3, -1), endings], dim=1)
+    texts, options = shared_text(model, variant)
     with measure.copy_of_first_cache(model) as copies:
-        measure.greedy(model, text, 6, **options)
+        measure.greedy(model, texts.document, 6, **options)
     assert len(copies) == 1
     cache = measure.repeat_rows(copies[0], 3)
-    assert measure.greedy(model, full, 6, cache=cache).tokens == measure.greedy(model, full, 6, **options).tokens
+    assert (
+        measure.greedy(model, texts.full, 6, cache=cache).tokens
+        == measure.greedy(model, texts.full, 6, **options).tokens
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import families
 import pytest
 
-ENTRIES = {entry["family"]: entry for entry in families.ENTRIES}
+ENTRIES = families.BY_NAME
 
 #: What is refused or cannot be built, and the words by which the reason is known.
 LEFT = {

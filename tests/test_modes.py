@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import copy
 import functools
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import families
 import pytest
 import torch
+from families import ids_of
 from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
 
 import swa_pass
@@ -22,7 +24,7 @@ from swa_pass.compat import output_cache
 W = 8
 NAMES, MORE = ["mistral", "gemma4_text", "gpt_oss"], ["gemma2", "gemma3_text", "cohere2"]
 pytestmark = pytest.mark.parametrize("name", [*NAMES, *(pytest.param(n, marks=pytest.mark.extended) for n in MORE)])
-ENTRIES = {entry["family"]: entry for entry in families.ENTRIES}
+ENTRIES = families.BY_NAME
 
 
 def build(name, seed=0):
@@ -42,32 +44,20 @@ def models(name):
     model = swa_pass.apply(copy.deepcopy(stock), backend="eager")
     calls = []
     model.register_forward_pre_hook(lambda module, args, kwargs: calls.append(kwargs), with_kwargs=True)
-    mutant = families.build({**ENTRIES[name], "config": {**ENTRIES[name]["config"], "eos_token_id": None}}, 1)
-    mutant.load_state_dict(stock.state_dict())
+    mutant = families.mutant({**ENTRIES[name], "config": {**ENTRIES[name]["config"], "eos_token_id": None}}, stock, 1)
     return SimpleNamespace(stock=stock, model=model, mutant=mutant, calls=calls, runtime=runtime_of(model))
 
 
-def ids_of(length, batch=1, seed=0):
-    return torch.randint(5, 90, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-class on_rings:
+@contextmanager
+def on_rings(both):
     """All forwards inside go through compiled graphs."""
-
-    def __init__(self, both):
-        self.both = both
-
-    def __enter__(self):
-        self.both.calls.clear()
-        self.before = self.both.runtime.compiled_calls
-        return self.both
-
-    def __exit__(self, kind, *_):
-        if kind is None:
-            done = self.both.runtime.compiled_calls - self.before
-            assert len(self.both.calls) == done > 0, f"{len(self.both.calls)} forwards, {done} of them on rings"
-            for step in self.both.runtime.steps.values():
-                assert all(not rewrite.views_left for rewrite in step.rewrites)
+    both.calls.clear()
+    before = both.runtime.compiled_calls
+    yield
+    done = both.runtime.compiled_calls - before
+    assert len(both.calls) == done > 0, f"{len(both.calls)} forwards, {done} of them on rings"
+    for step in both.runtime.steps.values():
+        assert all(not rewrite.views_left for rewrite in step.rewrites)
 
 
 def same(both, ids, **given):

@@ -216,6 +216,21 @@ def test_a_snapshot_of_another_model_changes_nothing():
     assert distance(continued(mistral, cache, suffix), cold(mistral, prefix, suffix)) < TOLERANCE
 
 
+def test_values_of_another_width_change_nothing():
+    """Keys fit, values do not: found before the keys are written."""
+
+    def read_with(width):
+        cache = swa_pass.HybridCache([W])
+        cache.update(torch.randn(1, 2, 5, 4), torch.randn(1, 2, 5, width), 0)
+        return cache
+
+    cache, other = read_with(4), read_with(6).snapshot()
+    before = cache.layers[0].keys.clone()
+    with pytest.raises(ValueError, match="head_dim 6 in the snapshot, 4 here"):
+        cache.restore(other)
+    assert torch.equal(before, cache.layers[0].keys)
+
+
 def test_nothing_read_is_no_snapshot():
     with pytest.raises(ValueError, match="no token was read"):
         make_pair("mistral").runtime.make_cache().snapshot()
@@ -224,7 +239,7 @@ def test_nothing_read_is_no_snapshot():
 @pytest.mark.parametrize("name", ["lfm3", "gemma4_text"])
 @torch.no_grad()
 def test_hybrids_and_shared_keys(name, tmp_path):
-    entry = next(e for e in families.ENTRIES if e["family"] == name)
+    entry = families.BY_NAME[name]
     if not hasattr(transformers, entry["config_class"]):
         pytest.skip(f"this transformers has no {name}")
     stock = families.build(entry)

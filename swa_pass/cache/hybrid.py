@@ -62,7 +62,7 @@ class HybridCache(Cache):
         keys = [i for i, window in enumerate(windows) if window is None or isinstance(window, int)]
         if not keys:
             raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
-        self.clock = Clock(last=keys[-1], slack=slack, hint=hint, max_length=max_length)
+        self.clock = Clock(first=keys[0], last=keys[-1], slack=slack, hint=hint, max_length=max_length)
         self.owner = owner
         stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
         super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])
@@ -90,7 +90,7 @@ class HybridCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens seen per row."""
-        return self.stores[-1].get_seq_length()
+        return self.layers[self.clock.last].get_seq_length()
 
     # ------------------------------------------------------------------ compiled steps
 
@@ -129,22 +129,22 @@ class HybridCache(Cache):
     # ------------------------------------------------------------------ transformers protocol
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
-        if (
-            layer_idx == self.stores[0].index
-            and self.clock.max_length is not None
-            and not torch.compiler.is_compiling()
-        ):
+        clock = self.clock
+        if layer_idx == clock.first and clock.max_length is not None and not torch.compiler.is_compiling():
             for layer in self.stores:  # before the first ring moves: a full layer further on must leave all as it was
                 layer.check_limit(key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
-        layer = self.layers[layer_idx]
-        return layer.get_seq_length() if isinstance(layer, StoreLayer) else self.stores[0].get_seq_length()
+        return self._keyed(layer_idx).get_seq_length()
 
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, Any]:
-        layer = self.layers[layer_idx]
-        return (layer if isinstance(layer, StoreLayer) else self.stores[0]).get_mask_sizes(query_length)
+        return self._keyed(layer_idx).get_mask_sizes(query_length)
+
+    def _keyed(self, index: int) -> StoreLayer:
+        """The layer, or for a state layer, which knows no length, the first one that does."""
+        layer = self.layers[index]
+        return layer if isinstance(layer, StoreLayer) else self.layers[self.clock.first]
 
     def crop(self, tokens_to_remove: int) -> None:
         """Takes back ``-tokens_to_remove`` tokens in every layer, or raises before anything changes."""
@@ -193,7 +193,9 @@ class HybridCache(Cache):
         wanted = snapshot.rows if rows is None else rows
         if wanted != snapshot.rows and (snapshot.rows != 1 or wanted < 1):
             raise ValueError(f"a snapshot of {snapshot.rows} rows cannot be restored as {wanted}")
-        check_fits(snapshot, self.windows, self.owner, {layer.index: layer.k_store for layer in self.stores})
+        check_fits(snapshot, self.windows, self.owner)
+        for layer in self.stores:
+            layer.check_state(snapshot.layers[layer.index])
         for layer in self.stores:
             store = layer.k_store
             state = snapshot.layers[layer.index]

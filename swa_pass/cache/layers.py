@@ -13,6 +13,7 @@ Traced calls never read a Python length, so a graph does not depend on where it 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,12 +29,14 @@ from .snapshot import LayerState, repeated
 class Clock:
     """What all layers of one cache share.
 
+    first, last: index of the first and the last layer that holds keys.
     lengths: (B,) int64, tokens seen before this step; rows advance together.  starts: (B,) int64, first real token of
     each row (left pads before it are invisible to fused attention).  hint: tokens the cache is expected to hold.
     max_length: hard limit on tokens of linear stores set by the user.  managed: the caller advances `lengths` after
     the step; otherwise the last layer does, inside the graph.
     """
 
+    first: int
     last: int
     slack: int
     hint: int = 0
@@ -138,12 +141,10 @@ class StoreLayer(CacheLayerMixin):
 
     def _check(self, new: Tensor, store: Tensor | None, what: str) -> None:
         assert store is not None
-        seen = (new.shape[0], new.shape[1], new.shape[3], new.dtype, new.device)
-        held = (store.shape[0], store.shape[1], store.shape[3], store.dtype, store.device)
-        if seen != held:
-            names = ("batch", "kv_heads", "head_dim", "dtype", "device")
-            wrong = "; ".join(f"{n} {s} given, {h} stored" for n, s, h in zip(names, seen, held, strict=True) if s != h)
-            raise ValueError(f"layer {self.index}: {what} do not fit the cache: {wrong}. Use a new cache, or reset it.")
+        wrong = _differences(new, store, ("batch", "kv_heads", "head_dim", "dtype", "device"))
+        if wrong:
+            found = "; ".join(f"{name} {given} given, {held} stored" for name, given, held in wrong)
+            raise ValueError(f"layer {self.index}: {what} do not fit the cache: {found}. Use a new cache, or reset it.")
 
     # ------------------------------------------------------------------ transformers protocol
 
@@ -300,26 +301,28 @@ class StoreLayer(CacheLayerMixin):
         runs = policy.runs(first, policy.seen)
         return LayerState(first, _read(self.k_store, runs, None).clone(), _read(self.v_store, runs, None).clone())
 
+    def check_state(self, state: LayerState) -> None:
+        """Raises if the stores cannot take this state, whatever its rows and device. Changes nothing."""
+        for kept, store in ((state.keys, self.k_store), (state.values, self.v_store)):
+            wrong = [] if store is None else _differences(kept, store, ("kv_heads", "head_dim", "dtype"))
+            if wrong:
+                found = "; ".join(f"{name} {theirs} in the snapshot, {ours} here" for name, theirs, ours in wrong)
+                raise ValueError(f"layer {self.index}: the snapshot does not fit this cache: {found}")
+
     def load(self, state: LayerState, seen: int, rows: int, device: torch.device) -> None:
         """Becomes what `state` was. Stores that are large enough and have `rows` rows keep their addresses."""
-        window, slack = self.policy.window, self.policy.slack
-        capacity = capacity_for(max(seen, self.clock.hint), window, slack)
+        keys, values = (repeated(tensor.to(device), rows) for tensor in (state.keys, state.values))
+        capacity = capacity_for(max(seen, self.clock.hint), self.policy.window, self.policy.slack)
         if self.k_store is None or self.batch_size != rows or self.policy.capacity < capacity:
-            shape = (rows, state.keys.shape[1], 0)
-            self.k_store = _allocate(
-                torch.empty(*shape, state.keys.shape[3], dtype=state.keys.dtype, device=device), capacity
-            )
-            self.v_store = _allocate(
-                torch.empty(*shape, state.values.shape[3], dtype=state.values.dtype, device=device), capacity
-            )
+            self.k_store, self.v_store = _allocate(keys, capacity), _allocate(values, capacity)
             self.policy.capacity = capacity
         assert self.v_store is not None
         self.policy.reset()
         self.policy.seen = self.policy.high = seen
         self.policy.floor = state.first
         runs = self.policy.runs(state.first, seen)
-        _fill(self.k_store, runs, repeated(state.keys, rows))
-        _fill(self.v_store, runs, repeated(state.values, rows))
+        _fill(self.k_store, runs, keys)
+        _fill(self.v_store, runs, values)
 
     # ------------------------------------------------------------------ looking inside
 
@@ -331,6 +334,17 @@ class StoreLayer(CacheLayerMixin):
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
         return None if self.v_store is None else _read(self.v_store, self.policy.visible(), None)
+
+
+def _differences(a: Tensor, b: Tensor, names: Sequence[str]) -> list[tuple[str, Any, Any]]:
+    """What of `names` is not the same in two tensors (batch, kv_heads, tokens, head_dim): (name, of a, of b)."""
+
+    def facts(t: Tensor) -> dict[str, Any]:
+        dims = {"batch": t.shape[0], "kv_heads": t.shape[1], "head_dim": t.shape[3]}
+        return {**dims, "dtype": t.dtype, "device": t.device}
+
+    left, right = facts(a), facts(b)
+    return [(name, left[name], right[name]) for name in names if left[name] != right[name]]
 
 
 def _allocate(like: Tensor, capacity: int) -> Tensor:

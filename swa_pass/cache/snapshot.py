@@ -102,27 +102,14 @@ def load_snapshot(path: str | Path) -> Snapshot:
     return Snapshot(about["seen"], tuple(about["windows"]), about["slack"], about["owner"], layers, {})
 
 
-def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str, held: dict[int, Tensor | None]) -> None:
-    """Raises ValueError if a cache cannot take this snapshot, naming what differs. Changes nothing.
-
-    held: by layer index, the key store that the cache has, or None before the first call.
-    """
+def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str) -> None:
+    """Raises ValueError for a snapshot of another model than a cache with these windows and this owner belongs to."""
     if snapshot.owner and owner and snapshot.owner != owner:
         raise ValueError(f"this snapshot was made by {snapshot.owner}, and the cache belongs to {owner}")
     if snapshot.windows != tuple(windows):
         raise ValueError(
             f"the snapshot's layers have the windows {list(snapshot.windows)}, and the cache's {list(windows)}"
         )
-    for index, state in snapshot.layers.items():
-        store = held.get(index)
-        if store is None:
-            continue
-        kept = (state.keys.shape[1], state.keys.shape[3], state.keys.dtype)
-        here = (store.shape[1], store.shape[3], store.dtype)
-        names = ("kv_heads", "head_dim", "dtype")
-        wrong = [f"{name} {a} in the snapshot, {b} here" for name, a, b in zip(names, kept, here) if a != b]
-        if wrong:
-            raise ValueError(f"layer {index}: the snapshot does not fit this cache: {'; '.join(wrong)}")
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:
@@ -132,5 +119,4 @@ def repeated(tensor: Tensor, rows: int) -> Tensor:
 
 def repeat_state(layer: Any, rows: int) -> None:
     """Makes a state layer of one row hold `rows` equal ones."""
-    index = torch.zeros(rows, dtype=torch.int64)
-    layer.reorder_cache(index)
+    layer.reorder_cache(torch.zeros(rows, dtype=torch.int64))

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..graph import argument, example, op_name, shape_of
+from ..graph import argument, before, example, op_name, shape_of
 from ..masks import ADDITIVE_HIDDEN
 from .site import AttentionSite
 
@@ -79,12 +79,11 @@ def through(node: Any) -> Any:
 
 def _before_upcast(node: Any) -> Any:
     """Half-precision queries and keys may be cast to float32 for their product; the fused attention sums in float32."""
-    while isinstance(node, Node) and op_name(node) in ("to", "float") and isinstance(node.args[0], Node):
-        before, after = example(node.args[0]).dtype, example(node).dtype
-        if before != after and (after != torch.float32 or not before.is_floating_point):
-            break
-        node = node.args[0]
-    return node
+    return before(node, ("to", "float"), _is_upcast)
+
+
+def _is_upcast(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype or (b.dtype == torch.float32 and a.dtype.is_floating_point)
 
 
 def softmax_input(node: Node) -> Any:

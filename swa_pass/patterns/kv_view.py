@@ -14,7 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from ..formula import Lin, maximum
-from ..graph import example, op_name, shape_of
+from ..graph import before, op_name, shape_of
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,7 @@ def find(node: Node) -> KVView | None:
 
 def _before_moves(node: Any) -> Any:
     """Without casts and moves that change nothing, such as ``keys.to(query.device)`` on one device."""
-    while isinstance(node, Node) and op_name(node) in ("to", "contiguous") and isinstance(node.args[0], Node):
-        before, after = example(node.args[0]), example(node)
-        if (before.dtype, before.device) != (after.dtype, after.device):
-            break
-        node = node.args[0]
-    return node
+    return before(node, ("to", "contiguous"), lambda a, b: (a.dtype, a.device) == (b.dtype, b.device))
 
 
 def _sizes(shape: tuple[object, ...]) -> list[str]:
