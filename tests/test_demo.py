@@ -205,11 +205,21 @@ def test_the_slower_stock_variant_may_write_less() -> None:
         return {"variant": variant, "batch": 1, "tokens": rows, "margins": [[1.0] * tokens], "step_ms": step_ms}
 
     results = [result("static", 64, 10.0), result("dynamic", 16, 12.0), result("applied", 64, 5.0)]
-    assert tables.written(results) == "64 written a row, 16 by stock dynamic, not the faster stock cache"
+    assert tables.written(results) == (
+        "64 written a row, 16 by stock dynamic at batch 1, where it is not the faster stock cache"
+    )
     assert tables.token_lines(results) == [
         "Tokens, batch 1, swa_pass against stock static: identical: 1 x 64 tokens.",
         "Tokens, batch 1, stock dynamic against stock static: identical: 1 x 16 tokens.",
     ]
+
+
+@pytest.mark.parametrize(("goal", "tokens"), [(1e9, 24), (0.0, measure.Goal.ENOUGH + 1)])
+def test_a_run_behind_its_goal_stops_early(model: Any, goal: float, tokens: int) -> None:
+    ids = torch.randint(1, 100, (2, 9))
+    done = measure.greedy(model, ids, 24, goal_ms=goal)
+    assert [len(row) for row in done.tokens] == [tokens, tokens]
+    assert done.tokens == [row[:tokens] for row in measure.greedy(model, ids, 24).tokens]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -12,7 +12,7 @@ import argparse
 import copy
 import json
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,13 +29,15 @@ WARMUP_LENGTH = 32
 
 @dataclass(frozen=True)
 class Setting:
-    """variant: one of VARIANTS; new_tokens: per row; separate: read every row's text by itself; backend: see apply."""
+    """variant: one of VARIANTS; new_tokens: per row; separate: read every row's text by itself; backend: see apply;
+    goals: milliseconds a step, by batch size: a run that is slower stops early."""
 
     variant: str
     batches: tuple[int, ...]
     new_tokens: int
     separate: bool
     backend: str | None
+    goals: dict[int, float] = field(default_factory=dict)
 
 
 def main() -> None:
@@ -46,11 +48,13 @@ def main() -> None:
     arguments.add_argument("--threads", type=int, default=0)
     arguments.add_argument("--separate", action="store_true")
     arguments.add_argument("--backend")
+    arguments.add_argument("--goals", help="a number for each batch size")
     given = arguments.parse_args()
     if given.threads:
         torch.set_num_threads(given.threads)
     batches = tuple(int(batch) for batch in given.batches.split(","))
-    run(Setting(given.variant, batches, given.tokens, given.separate, given.backend))
+    goals = dict(zip(batches, map(float, given.goals.split(",")))) if given.goals else {}
+    run(Setting(given.variant, batches, given.tokens, given.separate, given.backend, goals))
 
 
 def run(setting: Setting) -> None:
@@ -115,20 +119,21 @@ def one_batch(model: Any, setting: Setting, texts: Prompts, read: Any) -> tuple[
     """
     batch = len(texts.endings)
     options = cache_options(setting.variant, texts.full.shape[1] + setting.new_tokens)
+    goal = setting.goals.get(batch)
     name, length = f"batch {batch}", texts.document.shape[1]
     if setting.separate:
         say("phase", text=f"{name}: reading {texts.full.shape[1]:,} tokens a row, then writing {setting.new_tokens}")
-        return measure.greedy(model, texts.full, setting.new_tokens, **options), None
+        return measure.greedy(model, texts.full, setting.new_tokens, goal_ms=goal, **options), None
     if batch == 1:
         say("phase", text=f"{name}: reading the text, {length:,} tokens, then writing {setting.new_tokens}")
         with measure.copy_of_first_cache(model) as copies:
-            return measure.greedy(model, texts.document, setting.new_tokens, **options), copies
+            return measure.greedy(model, texts.document, setting.new_tokens, goal_ms=goal, **options), copies
     if read is None:
         say("phase", text=f"{name}: reading the text once, {length:,} tokens")
         read = [measure.greedy(model, texts.document, 1, margins=False, **options).cache]
     cache = measure.repeat_rows(copy.deepcopy(read[0]), batch)
     say("phase", text=f"{name}: reading {batch} endings, then writing {setting.new_tokens} tokens a row")
-    return measure.greedy(model, texts.full, setting.new_tokens, cache=cache), read
+    return measure.greedy(model, texts.full, setting.new_tokens, cache=cache, goal_ms=goal), read
 
 
 def cache_options(variant: str, length: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, StoppingCriteria
 
 from ..cache import HybridCache
 from ..compat import generate_cache_key, output_cache
@@ -50,6 +50,26 @@ class StepClock(LogitsProcessor):
         return [entered - left for entered, left in zip(self._entered, self._left)]
 
 
+class Goal(StoppingCriteria):
+    """Ends a run that is slower than another one was, once that is clear.
+
+    step_ms: median decode step to beat, in milliseconds.
+    """
+
+    #: Steps to look at before judging.
+    ENOUGH = 15
+
+    def __init__(self, clock: StepClock, step_ms: float) -> None:
+        self.clock = clock
+        self.step_ms = step_ms
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: Any) -> torch.Tensor:
+        """(batch,) bool: whether each row is done; all rows agree."""
+        steps = self.clock.seconds[1:]
+        behind = len(steps) >= self.ENOUGH and 1e3 * statistics.median(steps) > self.step_ms
+        return torch.full((input_ids.shape[0],), behind, device=input_ids.device)
+
+
 @dataclass(frozen=True)
 class Run:
     """One `generate` call.
@@ -79,18 +99,27 @@ class Run:
 
 
 def greedy(
-    model: Any, ids: torch.Tensor, new_tokens: int, *, cache: Any = None, margins: bool = True, **options: Any
+    model: Any,
+    ids: torch.Tensor,
+    new_tokens: int,
+    *,
+    cache: Any = None,
+    margins: bool = True,
+    goal_ms: float | None = None,
+    **options: Any,
 ) -> Run:
-    """Greedy `generate` of exactly `new_tokens` tokens per row (the end token does not stop it).
+    """Greedy `generate` of exactly `new_tokens` tokens per row (the end token does not stop it; `Goal` may).
 
-    ids: (batch, tokens), without padding; cache: what the model has read of them already, or None; options: further
-    `GenerationConfig` fields, such as ``cache_implementation="static"``.
+    ids: (batch, tokens), without padding; cache: what the model has read of them already, or None; goal_ms: see `Goal`;
+    options: further `GenerationConfig` fields, such as ``cache_implementation="static"``.
     """
     config = copy.deepcopy(model.generation_config)
     config.update(do_sample=False, max_new_tokens=new_tokens, return_dict_in_generate=True, **options)
     config.eos_token_id = None  # all variants do the same number of steps
     given = {} if cache is None else {generate_cache_key(model): cache}
     clock = StepClock(margins)
+    if goal_ms is not None:
+        given["stopping_criteria"] = [Goal(clock, goal_ms)]
     # Not passed as an argument: `generate` fills what an argument leaves None from the model's own configuration.
     own_config, model.generation_config = model.generation_config, config
     try:

@@ -18,10 +18,6 @@ from rich.console import Console
 from . import tables
 from .weights import weights_folder
 
-#: The second stock variant first writes so many tokens; if it is clearly faster, it writes them all.
-TRIAL_TOKENS = 16
-CLEARLY = 1.05
-
 
 def demo(
     *,
@@ -46,16 +42,15 @@ def demo(
         f"[bold]swa_pass demo[/bold]: Gemma 3 270M (bfloat16) reads a long text and writes {new_tokens} tokens a row, "
         f"greedy, batch {names}.\nThree variants, each in a process of its own; a few minutes on two cores."
     )
-    command = [f"--batches={','.join(map(str, batches))}", f"--threads={threads}"]
+    command = [f"--batches={','.join(map(str, batches))}", f"--threads={threads}", f"--tokens={new_tokens}"]
     command += ["--separate"] * separate + ([f"--backend={backend}"] if backend else [])
     results: list[dict[str, Any]] = []
     applied: dict[str, Any] = {}
 
-    def run(variant: str, tokens: int) -> None:
+    def run(variant: str, *more: str) -> None:
         nonlocal applied
-        results[:] = [result for result in results if result["variant"] != variant]
         with console.status(f"{variant}: starting") as status:
-            for event in _events(variant, [*command, f"--tokens={tokens}"]):
+            for event in _events(variant, [*command, *more]):
                 if event["event"] == "phase":
                     status.update(f"{variant}: {event['text']}")
                     if not console.is_terminal:  # a log shows no spinner
@@ -65,13 +60,9 @@ def demo(
                 else:
                     applied = event
 
-    run("static", new_tokens)
-    trial = min(TRIAL_TOKENS, new_tokens)
-    run("dynamic", trial)
-    speeds = {(result["variant"], result["batch"]): result["step_ms"] for result in results}
-    if trial < new_tokens and any(speeds["static", b] > CLEARLY * speeds["dynamic", b] for b in batches):
-        run("dynamic", new_tokens)
-    run("applied", new_tokens)
+    run("static")
+    run("dynamic", f"--goals={','.join(str(result['step_ms']) for result in results)}")
+    run("applied")
     found = {
         "machine": machine(results[0]["threads"]),
         "applied": applied,

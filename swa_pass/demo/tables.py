@@ -47,9 +47,12 @@ def show(console: Console, found: dict[str, Any]) -> None:
 
 def written(results: list[dict[str, Any]]) -> str:
     """How many tokens each variant wrote per row."""
-    counts = {TITLES[result["variant"]]: len(result["tokens"][0]) for result in results}
-    most = max(counts.values())
-    fewer = [f"{count} by {title}, not the faster stock cache" for title, count in counts.items() if count < most]
+    most = max(len(result["tokens"][0]) for result in results)
+    fewer = [
+        f"{len(r['tokens'][0])} by {TITLES[r['variant']]} at batch {r['batch']}, where it is not the faster stock cache"
+        for r in results
+        if len(r["tokens"][0]) < most
+    ]
     return ", ".join([f"{most} written a row", *fewer])
 
 
@@ -96,7 +99,7 @@ def speed_table(results: list[dict[str, Any]]) -> Table:
 
 
 def best_stock(results: list[dict[str, Any]], batch: int) -> dict[str, Any]:
-    """The fastest stock result of a batch size; one that stopped early was not clearly faster."""
+    """The fastest stock result of a batch size; one that stopped early was slower."""
     stock = [r for r in results if r["batch"] == batch and r["variant"] != "applied"]
     most = max(len(result["tokens"][0]) for result in stock)
     return min((r for r in stock if len(r["tokens"][0]) == most), key=lambda result: result["step_ms"])
