@@ -47,13 +47,16 @@ SLOT = 2 * 16 * 4
 
 
 @pytest.mark.weights
-def test_the_text_is_well_past_the_window() -> None:
+def test_the_text_is_well_past_the_window(tmp_path: Path) -> None:
     _, tokenizer = weights.gemma()
     texts = prompts(tokenizer, 9)
     assert texts.document.shape == (1, 1698)
     assert texts.full.shape == (9, 1698 + 15)
     assert len({tuple(row) for row in texts.endings.tolist()}) == len(ENDINGS) == 8
     assert torch.equal(texts.endings[8], texts.endings[0])
+    texts.save(tmp_path / "prompts.json")
+    again = Prompts.load(tmp_path / "prompts.json").first(2)
+    assert torch.equal(again.full, texts.full[:2])
     # The pieces are what the tokenizer makes of the whole.
     assert tokenizer(document() + ENDINGS[3]).input_ids == texts.full[3].tolist()
 
@@ -205,9 +208,7 @@ def test_the_slower_stock_variant_may_write_less() -> None:
         return {"variant": variant, "batch": 1, "tokens": rows, "margins": [[1.0] * tokens], "step_ms": step_ms}
 
     results = [result("static", 64, 10.0), result("dynamic", 16, 12.0), result("applied", 64, 5.0)]
-    assert tables.written(results) == (
-        "64 written a row, 16 by stock dynamic at batch 1, where it is not the faster stock cache"
-    )
+    assert tables.written(results) == "64 written a row (16 where a stock cache was clearly the slower one)"
     assert tables.token_lines(results) == [
         "Tokens, batch 1, swa_pass against stock static: identical: 1 x 64 tokens.",
         "Tokens, batch 1, stock dynamic against stock static: identical: 1 x 16 tokens.",
@@ -216,7 +217,7 @@ def test_the_slower_stock_variant_may_write_less() -> None:
 
 @pytest.mark.parametrize(("goal", "tokens"), [(1e9, 24), (0.0, measure.Goal.ENOUGH + 1)])
 def test_a_run_behind_its_goal_stops_early(model: Any, goal: float, tokens: int) -> None:
-    ids = torch.randint(1, 100, (2, 9))
+    ids = torch.randint(3, 64, (2, 9))
     done = measure.greedy(model, ids, 24, goal_ms=goal)
     assert [len(row) for row in done.tokens] == [tokens, tokens]
     assert done.tokens == [row[:tokens] for row in measure.greedy(model, ids, 24).tokens]

@@ -1,6 +1,6 @@
 """One variant of the demo in a process of its own, so that its peak memory is its own.
 
-    python -m swa_pass.demo.child --variant applied --batches 1,8
+    python -m swa_pass.demo.child --variant applied --prompts prompts.json --batches 1,8
 
 writes JSON lines on stdout: ``{"event": "phase", ...}`` while it works, ``{"event": "result", ...}`` per batch size,
 ``{"event": "applied", ...}`` with the layers and the one-time costs. Everything else goes to stderr.
@@ -13,14 +13,15 @@ import copy
 import json
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..api import apply, explain, warmup
 from . import measure
-from .text import Prompts, prompts
-from .weights import gemma
+from .text import Prompts
+from .weights import gemma_model
 
 VARIANTS = ("static", "dynamic", "applied")
 # Tokens. The compiled prefill takes prompts of any length, so a short one is enough.
@@ -29,10 +30,11 @@ WARMUP_LENGTH = 32
 
 @dataclass(frozen=True)
 class Setting:
-    """variant: one of VARIANTS; new_tokens: per row; separate: read every row's text by itself; backend: see apply;
+    """variant: one of VARIANTS; prompts: for as many rows as the largest batch has; new_tokens: per row; separate: read every row's text by itself; backend: see apply;
     goals: milliseconds a step, by batch size: a run that is slower stops early."""
 
     variant: str
+    prompts: Prompts
     batches: tuple[int, ...]
     new_tokens: int
     separate: bool
@@ -43,6 +45,7 @@ class Setting:
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
     arguments.add_argument("--variant", choices=VARIANTS, required=True)
+    arguments.add_argument("--prompts", type=Path, required=True, help="see Prompts.save")
     arguments.add_argument("--batches", default="1,8")
     arguments.add_argument("--tokens", type=int, default=64)
     arguments.add_argument("--threads", type=int, default=0)
@@ -54,13 +57,14 @@ def main() -> None:
         torch.set_num_threads(given.threads)
     batches = tuple(int(batch) for batch in given.batches.split(","))
     goals = dict(zip(batches, map(float, given.goals.split(",")))) if given.goals else {}
-    run(Setting(given.variant, batches, given.tokens, given.separate, given.backend, goals))
+    texts = Prompts.load(given.prompts)
+    run(Setting(given.variant, texts, batches, given.tokens, given.separate, given.backend, goals))
 
 
 def run(setting: Setting) -> None:
     """Loads the model, prepares the variant, and measures it at each batch size."""
     say("phase", text="loading the model")
-    model, tokenizer = gemma()
+    model = gemma_model()
     full_peak = 0
     read: Any = None
     if setting.variant == "applied":
@@ -69,7 +73,7 @@ def run(setting: Setting) -> None:
         say("phase", text="warming up")
         measure.greedy(model, torch.full((1, WARMUP_LENGTH), 100), 3, **cache_options(setting.variant, 64))
     for batch in setting.batches:
-        texts = prompts(tokenizer, batch)
+        texts = setting.prompts.first(batch)
         full_peak = max(full_peak, measure.peak_rss())
         measure.reset_peak_rss()
         result, read = one_batch(model, setting, texts, read)
@@ -81,7 +85,6 @@ def run(setting: Setting) -> None:
             prompt_tokens=texts.document.shape[1],
             tokens=result.tokens,
             margins=result.margins,
-            text=tokenizer.decode(result.tokens[0]),
             first_token_s=result.first_token_s,
             step_ms=result.step_ms,
             tokens_per_s=result.tokens_per_s,

@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 
 from . import tables
-from .weights import weights_folder
+from .text import prompts
+from .weights import gemma_tokenizer, weights_folder
 
 
 def demo(
@@ -37,6 +38,7 @@ def demo(
     console = console or Console()
     started = time.perf_counter()
     weights_folder(console)
+    tokenizer = gemma_tokenizer()
     names = ", ".join(f"{batch}" for batch in batches)
     console.print(
         f"[bold]swa_pass demo[/bold]: Gemma 3 270M (bfloat16) reads a long text and writes {new_tokens} tokens a row, "
@@ -60,9 +62,15 @@ def demo(
                 else:
                     applied = event
 
-    run("static")
-    run("dynamic", f"--goals={','.join(str(result['step_ms']) for result in results)}")
-    run("applied")
+    with tempfile.TemporaryDirectory() as folder:
+        texts = Path(folder, "prompts.json")
+        prompts(tokenizer, max(batches)).save(texts)
+        command.append(f"--prompts={texts}")
+        run("static")
+        run("dynamic", f"--goals={','.join(str(result['step_ms']) for result in results)}")
+        run("applied")
+    for result in results:
+        result["text"] = tokenizer.decode(result["tokens"][0])
     found = {
         "machine": machine(results[0]["threads"]),
         "applied": applied,

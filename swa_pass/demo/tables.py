@@ -48,12 +48,9 @@ def show(console: Console, found: dict[str, Any]) -> None:
 def written(results: list[dict[str, Any]]) -> str:
     """How many tokens each variant wrote per row."""
     most = max(len(result["tokens"][0]) for result in results)
-    fewer = [
-        f"{len(r['tokens'][0])} by {TITLES[r['variant']]} at batch {r['batch']}, where it is not the faster stock cache"
-        for r in results
-        if len(r["tokens"][0]) < most
-    ]
-    return ", ".join([f"{most} written a row", *fewer])
+    fewest = min(len(result["tokens"][0]) for result in results)
+    early = f" ({fewest} where a stock cache was clearly the slower one)" if fewest < most else ""
+    return f"{most} written a row{early}"
 
 
 def layers_line(report: dict[str, Any]) -> str:

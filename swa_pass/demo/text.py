@@ -5,8 +5,10 @@ The text was written for this project. Its 1,698 Gemma tokens are more than thre
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from importlib import resources
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +37,19 @@ class Prompts:
     def full(self) -> torch.Tensor:
         """Whole prompts, ids (batch, n + m)."""
         return torch.cat([self.document.expand(len(self.endings), -1), self.endings], dim=1)
+
+    def first(self, batch: int) -> Prompts:
+        """The same for fewer rows."""
+        return Prompts(self.document, self.endings[:batch])
+
+    def save(self, path: Path) -> None:
+        """As JSON, for processes that have no tokenizer."""
+        path.write_text(json.dumps({"document": self.document.tolist(), "endings": self.endings.tolist()}))
+
+    @staticmethod
+    def load(path: Path) -> Prompts:
+        ids = json.loads(path.read_text())
+        return Prompts(torch.tensor(ids["document"]), torch.tensor(ids["endings"]))
 
 
 def document() -> str:

@@ -55,12 +55,21 @@ def weights_folder(console: Console | None = None) -> Path:
 
 def gemma(dtype: torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """(model, tokenizer): Gemma 3 270M with its real weights, in eval mode, on the CPU."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    return gemma_model(dtype), gemma_tokenizer()
 
-    folder = weights_folder()
+
+def gemma_model(dtype: torch.dtype = torch.bfloat16) -> Any:
+    from transformers import AutoModelForCausalLM
+
     with quiet_transformers():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    return model, AutoTokenizer.from_pretrained(folder)
+        return AutoModelForCausalLM.from_pretrained(weights_folder(), dtype=dtype).eval()
+
+
+def gemma_tokenizer() -> Any:
+    """Takes longer than the model: its file lists 262,144 tokens."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(weights_folder())
 
 
 @contextmanager
