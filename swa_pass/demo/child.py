@@ -30,8 +30,9 @@ WARMUP_LENGTH = 32
 
 @dataclass(frozen=True)
 class Setting:
-    """variant: one of VARIANTS; prompts: for as many rows as the largest batch has; new_tokens: per row; separate: read every row's text by itself; backend: see apply;
-    goals: milliseconds a step, by batch size: a run that is slower stops early."""
+    """variant: one of VARIANTS; prompts: for as many rows as the largest batch has; new_tokens: per row; separate: read
+    every row's text by itself; backend: see apply; goals: milliseconds a step, by batch size: a run that is slower
+    stops early."""
 
     variant: str
     prompts: Prompts
