@@ -8,6 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+# Without a GPU, Triton kernels run in its interpreter, on CPU tensors. To be said before triton is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 
 def pytest_configure(config: pytest.Config) -> None:
     # Under xdist, tests of one family go to one process: what is captured there serves all of them.

@@ -133,7 +133,7 @@ def test_one_cache_in_two_threads_is_an_error(pair):
     with torch.no_grad():
         cache = output_cache(pair.model(token_ids(W), use_cache=True))
         cache.clock.managed = True  # another thread is in a step
-        before = cache.stores[0].k_store.clone()
+        before = cache.stores[0].k_store.nan_to_num_().clone()  # slots without a token may hold anything
         with pytest.raises(RuntimeError, match="another thread"):
             pair.model(token_ids(1), use_cache=True, **{pair.runtime.cache_name: cache})
         assert torch.equal(before, cache.stores[0].k_store)

@@ -112,9 +112,15 @@ def test_prompt_lookup(name):
 def test_assisted(name, applied):
     """The drafts of another model are mostly wrong: every burst is rolled back, across many wraps."""
     assistant = build(name, seed=1)
+    both, options = models(name), {"assistant_model": assistant, "max_new_tokens": 3 * W}
     if applied:
         swa_pass.apply(assistant, backend="eager")
-    same(models(name), ids_of(2 * W + 5), assistant_model=assistant, max_new_tokens=3 * W)
+    else:
+        try:
+            both.stock.generate(ids_of(2 * W + 5), do_sample=False, **options)
+        except RuntimeError as error:  # transformers 5.17 with gemma4_text
+            pytest.skip(f"stock alone fails with this assistant: {error}")
+    same(both, ids_of(2 * W + 5), **options)
     if applied:
         assert runtime_of(assistant).compiled_calls > 0
 

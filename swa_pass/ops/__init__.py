@@ -15,7 +15,8 @@ the step, `append` writes, `attend_append` does both. A query that sees nothing 
 `reference.py` is the exact meaning.
 
 Importing this module registers the operators and compiles nothing. `ensure_kernels()` compiles the C++ kernels once
-(cached for later processes); it is called by the first operator that runs on CPU tensors.
+(cached for later processes); it is called by the first operator that runs on CPU tensors. The first operator on CUDA
+tensors brings in the Triton kernels.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from typing import Any
 
 import torch
 
-from . import fakes, linear, reference, schema, torch_ops
-from .build import ensure_kernels, kernel_status, take_over
+from . import build, fakes, linear, reference, schema, torch_ops, triton_ops
+from .build import ensure_kernels, kernel_status
 
 __all__ = ["append", "attend", "attend_append", "ensure_kernels", "kernel_status", "reference", "torch_ops", "view"]
 
 
 def _default(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """The implementation for every device without a kernel; on its first CPU call it tries to get one."""
+    """The implementation for every device without a kernel; its first call on a device tries to get one."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if take_over(args[0].device):
+        if build.take_over(args[0].device) or triton_ops.take_over(args[0].device):
             return getattr(torch.ops.swa_pass, name)(*args, **kwargs)
         return plain(*args, **kwargs)
 

@@ -1,0 +1,1 @@
+"""Triton kernels. Imported at the first operator on a CUDA tensor, never before."""

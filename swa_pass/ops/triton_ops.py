@@ -1,0 +1,93 @@
+"""The operators on CUDA tensors: checks, then the Triton kernels of `kernels/cuda`.
+
+Registered by the first operator on a CUDA tensor, where Triton is installed (it comes with torch's CUDA builds).
+float64 goes to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no check of them; for a
+linear store, which may be full, an asynchronous one stops the device's stream before anything is written.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, schema
+
+_lock = threading.Lock()
+_tried = False
+
+
+def take_over(device: torch.device) -> bool:
+    """For the default implementations: True if, and only if, this call just registered the kernels for `device`."""
+    global _tried
+    if _tried or device.type != "cuda":
+        return False
+    with _lock:
+        if _tried:
+            return False
+        _tried = True
+        if os.environ.get("SWA_PASS_KERNEL") == "torch" or importlib.util.find_spec("triton") is None:
+            return False
+        for name, function in (("append", append), ("attend", attend), ("attend_append", attend_append)):
+            schema.library.impl(name, function, "CUDA")
+    return True
+
+
+def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, counts: Any, window: int) -> None:
+    tokens, capacity = k_new.shape[2], k_store.shape[2]
+    if window == 0 or capacity < window - 1:
+        checks.assert_rows_async(op, lengths, counts, tokens, capacity, window, writes=op != "attend")
+
+
+def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
+    q, k_new, v_new, k_store, v_store, lengths, *rest = args
+    if q.dtype == torch.float64 or any(t.stride(-1) != 1 for t in (q, k_new, v_new) if t.shape[-1] > 1):
+        return getattr(torch.ops.swa_pass, "_" + op)(*args, **options)
+    from .kernels.cuda import launch
+
+    given = {"softcap": 0.0, "sinks": None, "new_lengths": None, **options}
+    window, scale, softcap = given.pop("window"), given.pop("scale"), given.pop("softcap")
+    sinks, new_lengths = given.pop("sinks"), given.pop("new_lengths")
+    starts = rest[0] if rest else given.pop("starts", None)
+    checks.refuse_unsupported(op, **given)
+    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
+    _check_lengths(op, k_new, k_store, lengths, new_lengths, window)
+    return launch.attend(
+        q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, write
+    )
+
+
+def attend(*args: Any, **options: Any) -> Tensor:
+    return _run("attend", False, args, options)
+
+
+def attend_append(*args: Any, **options: Any) -> Tensor:
+    return _run("attend_append", True, args, options)
+
+
+def append(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    *,
+    window: int,
+    new_lengths: Tensor | None = None,
+    **extras: Any,
+) -> None:
+    if k_store.dtype == torch.float64 or any(t.stride(-1) != 1 for t in (k_new, v_new) if t.shape[-1] > 1):
+        torch.ops.swa_pass._append(
+            k_new, v_new, k_store, v_store, lengths, window=window, new_lengths=new_lengths, **extras
+        )
+        return
+    from .kernels.cuda import launch
+
+    checks.refuse_unsupported("append", **extras)
+    checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
+    _check_lengths("append", k_new, k_store, lengths, new_lengths, window)
+    launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
