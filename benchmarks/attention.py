@@ -213,15 +213,13 @@ class Ours(Step):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.stores = [self.filled(self.shape.window + 16) for _ in "kv"]
-        self.lengths = torch.full((self.shape.batch,), self.seen)
+        self.lengths = torch.full((self.shape.batch,), self.seen + 3)  # one step, again and again: a wrapped ring
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = self.shape
-        out = torch.ops.swa_pass.attend_append(
+        return torch.ops.swa_pass.attend_append(
             q, k, v, *self.stores, self.lengths, window=s.window, scale=s.head_dim**-0.5, softcap=s.softcap
         )
-        self.lengths += 1
-        return out
 
 
 def flex(shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

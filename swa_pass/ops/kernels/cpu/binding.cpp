@@ -251,10 +251,19 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
   if (parts > 1) done.reset(new std::atomic<int64_t>[items]());
   int dtype = s.dtype;
 
+  // A worker takes several neighbours at a time: what it prefetches beyond the end of one is the start of its next one.
+  int64_t jobs = items * parts, batch_of_jobs = std::clamp<int64_t>(jobs / (8 * threads), 1, 16);
+
   on_threads(threads, [&](int worker) {
     float* work = work_memory + worker * work_size;
-    for (int64_t job; (job = next.fetch_add(1, std::memory_order_relaxed)) < items * parts;) {
-      int64_t item = job / parts, part = job % parts;
+    int64_t job = 0, end = 0;
+    while (true) {
+      if (job == end) {
+        job = next.fetch_add(batch_of_jobs, std::memory_order_relaxed);
+        end = std::min(job + batch_of_jobs, jobs);
+        if (job >= jobs) break;
+      }
+      int64_t item = job / parts, part = job++ % parts;
       SwaTask t = task_of(item);
       float* first_state = memory + (parts == 1 ? worker : item * parts) * state_size;
       kernel.partial[dtype](&t, part, parts, first_state + part * state_size, work);
