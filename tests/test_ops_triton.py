@@ -86,3 +86,13 @@ def test_they_compile_for_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("attend ") == 6
+
+
+@pytest.mark.slow
+def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
+    script = Path(__file__).parents[1] / "benchmarks" / "gpu_check.py"
+    command = [sys.executable, str(script), "--device", "cpu"]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "24 cases right" in done.stdout
