@@ -2,12 +2,14 @@
 
     python benchmarks/gpu_check.py                    # on cuda:0; prints a report, exit status 1 if anything is wrong
     python benchmarks/gpu_check.py --json gpu.json --minutes 6
-    TRITON_INTERPRET=1 python benchmarks/gpu_check.py --device cpu    # a rehearsal: tiny shapes, no CUDA graph
+    TRITON_INTERPRET=1 python benchmarks/gpu_check.py --device cpu    # a rehearsal: tiny, no CUDA graph
 
 1. Numbers: attend_append against the reference in float64, over dtypes, head_dims, groups, windows, softcap, sinks,
    left padding and prefill, and what it wrote, bit by bit.
 2. A CUDA graph of one decode step, replayed across the wrap of a ring, against eager calls.
-3. Speed: the shapes of attention.py and the same with B = 64, against a ring with SDPA, compiled flex_attention and a
+3. A tiny Mistral and a tiny Gemma 2 (softcap) with random weights in float32: greedy tokens of `generate` after
+   `swa_pass.apply`, past five windows and with left padding, against the stock model.
+4. Speed: the shapes of attention.py and the same with B = 64, against a ring with SDPA, compiled flex_attention and a
    paged gather with SDPA, interleaved, next to the rate at which this device reads memory, measured in between.
 """
 
@@ -29,7 +31,9 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
+import swa_pass
 from swa_pass import ops
 from swa_pass.ops import reference, triton_ops
 
@@ -108,6 +112,27 @@ def graph_replay(device: str) -> int:
     return 3 * window + 2
 
 
+def whole_models(device: str) -> int:
+    """Generates with applied models and with stock ones. Returns the number of tokens that were compared."""
+    window, compared = 16, 0
+    small = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 32}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": window, "initializer_range": 0.2}
+    small |= {"eos_token_id": None, "pad_token_id": 0}
+    for config in (MistralConfig(**small), Gemma2Config(**small, query_pre_attn_scalar=32)):
+        torch.manual_seed(0)
+        stock = AutoModelForCausalLM.from_config(config).eval().to(device)
+        ids = torch.randint(1, 128, (2, 3 * window), device=device)
+        mask = torch.ones_like(ids)
+        mask[1, :7], ids[1, :7] = 0, 0
+        wanted = stock.generate(ids, attention_mask=mask, max_new_tokens=2 * window, do_sample=False)
+        model = swa_pass.apply(stock, strict=True, backend="eager" if device == "cpu" else None)
+        got = model.generate(ids, attention_mask=mask, max_new_tokens=2 * window, do_sample=False)
+        if not torch.equal(got, wanted):
+            sys.exit(f"WRONG: {type(stock).__name__} gives other tokens:\n{got}\nstock:\n{wanted}")
+        compared += got[:, ids.shape[1] :].numel()
+    return compared
+
+
 # ---------------------------------------------------------------------------------------------- speed
 
 
@@ -182,6 +207,8 @@ def main() -> None:
     console.print(f"Numbers: {cases} cases right, largest error {worst:.2f} of what is allowed", highlight=False)
     if not tiny:
         console.print(f"CUDA graph: {graph_replay(given.device)} replayed steps equal eager ones", highlight=False)
+    compared = whole_models(given.device)
+    console.print(f"Models: {compared} tokens of applied models equal stock ones", highlight=False)
     table = Table("shape", "KV, MB", *(f"{row}, us" for row in ROWS), "ours, GB/s", "of reading")
     results: list[dict[str, Any]] = []
     read: list[float] = []

@@ -96,3 +96,4 @@ def test_the_gpu_script_can_be_rehearsed_without_one() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "24 cases right" in done.stdout
+    assert "128 tokens of applied models equal stock ones" in done.stdout
