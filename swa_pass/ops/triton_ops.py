@@ -56,9 +56,10 @@ def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -
     checks.refuse_unsupported(op, **given)
     checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
     _check_lengths(op, k_new, k_store, lengths, new_lengths, window)
-    return launch.attend(
-        q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, write
-    )
+    with torch.cuda.device_of(q):  # Triton starts kernels on the current device
+        return launch.attend(
+            q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, write
+        )
 
 
 def attend(*args: Any, **options: Any) -> Tensor:
@@ -90,4 +91,5 @@ def append(
     checks.refuse_unsupported("append", **extras)
     checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
     _check_lengths("append", k_new, k_store, lengths, new_lengths, window)
-    launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
+    with torch.cuda.device_of(k_store):
+        launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths)

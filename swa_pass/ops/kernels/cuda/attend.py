@@ -95,7 +95,7 @@ def attend(
     skipped = tokens - queries
 
     row = tl.arange(0, BLOCK_M)
-    query = block * BLOCK_Q + row // GROUP  # among the queries
+    query = (block * BLOCK_Q + row // GROUP).to(tl.int64)  # among the queries; offsets may need 64 bits
     head = h * GROUP + row % GROUP
     exists = (row < BLOCK_Q * GROUP) & (query < queries)
     position = length + skipped + query
@@ -153,7 +153,7 @@ def attend(
         tl.store(part_sums + part * 2, top)
         tl.store(part_sums + part * 2 + 1, total)
     if WRITE:  # the slots of the new tokens hold nothing that any split still reads (see `launch.writes_in_place`)
-        index = tl.arange(0, BLOCK_M)
+        index = tl.arange(0, BLOCK_M).to(tl.int64)
         slot = _slots(length + index, capacity, WINDOW)
         is_new = (index < tokens) & (index < count) & (slot < capacity) & (split == 0)
         k_new += b * k_row + h * k_head
@@ -185,7 +185,7 @@ def merge(
         total = total * shrink + tl.load(part_sums + part * 2 + 1) * grow
         values = values * shrink[:, None] + tl.load(part_values + part[:, None] * BLOCK_DV + dv) * grow[:, None]
         top = new_top
-    query = block * BLOCK_Q + row // GROUP
+    query = (block * BLOCK_Q + row // GROUP).to(tl.int64)
     head = (item % kv_heads) * GROUP + row % GROUP
     exists = (row < BLOCK_Q * GROUP) & (query < queries)
     result = _finished(top, total, values, sinks, head, HAS_SINKS)
@@ -206,7 +206,7 @@ def append(
     h = item % kv_heads
     length = tl.load(lengths + b)
     count = tl.load(counts + b) if HAS_COUNTS else tokens
-    index = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    index = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     slot = _slots(length + index, capacity, WINDOW)
     is_new = (index < count) & (index >= count - capacity) & (slot < capacity)
     _write(k_new + b * k_row + h * k_head, k_token, k_store, item, index, is_new, slot, capacity, DIM, BLOCK_D)
