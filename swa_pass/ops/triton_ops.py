@@ -37,6 +37,11 @@ def take_over(device: torch.device) -> bool:
     return True
 
 
+def _needs_twin(*tensors: Tensor) -> bool:
+    """What the kernels were not written for: float64, and heads whose numbers do not lie side by side."""
+    return any(t.dtype == torch.float64 or (t.shape[-1] > 1 and t.stride(-1) != 1) for t in tensors)
+
+
 def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, counts: Any, window: int) -> None:
     tokens, capacity = k_new.shape[2], k_store.shape[2]
     if window == 0 or capacity < window - 1:
@@ -45,7 +50,7 @@ def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, cou
 
 def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     q, k_new, v_new, k_store, v_store, lengths, *rest = args
-    if q.dtype == torch.float64 or any(t.stride(-1) != 1 for t in (q, k_new, v_new) if t.shape[-1] > 1):
+    if _needs_twin(q, k_new, v_new):
         return getattr(torch.ops.swa_pass, "_" + op)(*args, **options)
     from .kernels.cuda import launch
 
@@ -81,7 +86,7 @@ def append(
     new_lengths: Tensor | None = None,
     **extras: Any,
 ) -> None:
-    if k_store.dtype == torch.float64 or any(t.stride(-1) != 1 for t in (k_new, v_new) if t.shape[-1] > 1):
+    if _needs_twin(k_new, v_new):
         torch.ops.swa_pass._append(
             k_new, v_new, k_store, v_store, lengths, window=window, new_lengths=new_lengths, **extras
         )

@@ -64,6 +64,15 @@ def _slots(position, capacity, WINDOW: tl.constexpr):
 
 
 @triton.jit
+def _visible(key, inside, position, real, WINDOW: tl.constexpr):
+    """(M, N): which of the keys (N, if `inside`) the queries at `position` (M, if `real`) see."""
+    visible = inside[None, :] & real[:, None] & (key[None, :] <= position[:, None])
+    if WINDOW > 0:
+        visible = visible & (key[None, :] > position[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
 def _write(new, new_step, store, item, index, is_new, slot, capacity, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """Copies tokens `index` of one head (from `new`) to their slots."""
     d = tl.arange(0, BLOCK)[None, :]
@@ -126,9 +135,7 @@ def attend(
         slot = (item * capacity + _slots(key, capacity, WINDOW))[:, None]
         k = tl.load(k_store + slot * DIM + d, mask=inside[:, None] & (d < DIM), other=0.0)
         v = tl.load(v_store + slot * VALUE_DIM + dv, mask=inside[:, None] & (dv < VALUE_DIM), other=0.0)
-        visible = inside[None, :] & real[:, None] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        visible = _visible(key, inside, position, real, WINDOW)
         top, total, values = _take(query_rows, k, v, visible, top, total, values, scale, softcap, CAPPED, FLOAT)
     low = tl.maximum(low, length)
     for step in range(0, (end - low).to(tl.int32), BLOCK_N):
@@ -138,9 +145,7 @@ def attend(
         k = tl.load(k_new + b * k_row + h * k_head + index * k_token + d, mask=inside[:, None] & (d < DIM), other=0.0)
         v_at = v_new + b * v_row + h * v_head + index * v_token + dv
         v = tl.load(v_at, mask=inside[:, None] & (dv < VALUE_DIM), other=0.0)
-        visible = inside[None, :] & real[:, None] & (key[None, :] <= position[:, None])
-        if WINDOW > 0:
-            visible = visible & (key[None, :] > position[:, None] - WINDOW)
+        visible = _visible(key, inside, position, real, WINDOW)
         top, total, values = _take(query_rows, k, v, visible, top, total, values, scale, softcap, CAPPED, FLOAT)
 
     if SPLITS == 1:
