@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .cache import DEFAULT_SLACK, HybridCache
+from .cache.store import kv_dtype_of
 from .capture import discover, first_line
 from .compat import cache_argument
 from .log import logger, say_once
@@ -28,7 +29,13 @@ _HOOKS = ("forward", "_prepare_cache_for_generation")
 
 
 def apply(
-    model: Any, *, backend: Any = None, strict: bool = False, slack: int = DEFAULT_SLACK, decode_linear: bool = True
+    model: Any,
+    *,
+    backend: Any = None,
+    strict: bool = False,
+    slack: int = DEFAULT_SLACK,
+    decode_linear: bool = True,
+    kv_dtype: str | torch.dtype | None = None,
 ) -> Any:
     """Makes a Hugging Face decoder run its sliding-window layers on ring buffers. Returns the same object.
 
@@ -43,21 +50,24 @@ def apply(
         slack: tokens by which a ring can be rolled back exactly.
         decode_linear: half-precision linears of a decode step on CPU run in our kernel (see `passes.decode_linear`).
             False leaves them to torch; to measure what the rings alone bring.
+        kv_dtype: ``"int8"`` or ``"float8"``: keys and values take one byte a number, half of bfloat16, and are not
+            exactly the model's any more (docs/benchmarks.md has the perplexity). None: the model's dtype.
 
     Raises:
         TypeError: not a model with a config and a forward.
-        ValueError: an unknown backend, a negative slack, or a model that this cannot work for (encoder-decoder, not
-            causal, training mode, window <= 0).
+        ValueError: an unknown backend or kv_dtype, a negative slack, or a model that this cannot work for
+            (encoder-decoder, not causal, training mode, window <= 0).
     """
     if runtime_of(model) is not None:
         return model
     _check(model)
     if slack < 0:
         raise ValueError(f"slack must be >= 0 tokens, got {slack}")
+    store_dtype = kv_dtype_of(kv_dtype)
     if not _may_slide(model):
         logger.warning("swa_pass: %s has no sliding layer; it is left unchanged.", type(model).__name__)
         return model
-    runtime = Runtime(model, resolve_backends(backend), strict, slack, decode_linear)
+    runtime = Runtime(model, resolve_backends(backend), strict, slack, decode_linear, store_dtype)
     model.__dict__[_KEY] = runtime
     model.forward = MethodType(_wrapped_forward(type(model).forward), model)
     if hasattr(model, "_prepare_cache_for_generation"):
@@ -89,7 +99,7 @@ def explain(model: Any) -> Report:
     for step in runtime.steps.values():
         notes += [f"a {step.kind} step runs eager: {why}" for why in step.failed.values()]
     notes += _prefill_notes(specs, runtime)
-    return Report(type(model).__name__, specs, runtime.slack, tuple(notes))
+    return Report(type(model).__name__, specs, runtime.slack, tuple(notes), runtime.kv_dtype)
 
 
 def warmup(model: Any, batch: int = 1, length: int = 32) -> None:

@@ -71,13 +71,20 @@ class Runtime:
     """State of one applied model: what was proven about it, and its compiled steps."""
 
     def __init__(
-        self, model: Any, backends: dict[str, Any], strict: bool, slack: int, decode_linear: bool = True
+        self,
+        model: Any,
+        backends: dict[str, Any],
+        strict: bool,
+        slack: int,
+        decode_linear: bool = True,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         self.model = model
         self.backends = backends
         self.strict = strict
         self.slack = slack
         self.decode_linear = decode_linear
+        self.kv_dtype = kv_dtype
         self.stock: Callable[..., Any] = model.forward
         self.parameters = list(inspect.signature(self.stock).parameters)
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
@@ -235,7 +242,7 @@ class Runtime:
         proof = self.proof
         states = state_layers(self.model.config) if any(s.kind == "state" for s in proof.specs) else {}
         windows = [states.get(s.index, s.window) for s in proof.specs]
-        return HybridCache(windows, slack=self.slack, hint=hint, owner=proof.owner)
+        return HybridCache(windows, slack=self.slack, hint=hint, owner=proof.owner, kv_dtype=self.kv_dtype)
 
 
 def _nothing() -> None:

@@ -39,12 +39,16 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class Report:
-    """Result of `swa_pass.explain`: one `LayerSpec` per cache layer, in order."""
+    """Result of `swa_pass.explain`: one `LayerSpec` per cache layer, in order.
+
+    kv_dtype: of quantised stores, or None.
+    """
 
     model: str
     layers: tuple[LayerSpec, ...]
     slack: int
     notes: tuple[str, ...] = field(default=())
+    kv_dtype: torch.dtype | None = None
 
     @property
     def sliding(self) -> Sequence[LayerSpec]:
@@ -62,7 +66,7 @@ class Report:
         """Bytes of KV memory that the cache allocates for `context` tokens per row and `batch` rows."""
         from .cache import cache_bytes
 
-        return cache_bytes(self.layers, context, batch, self.slack)
+        return cache_bytes(self.layers, context, batch, self.slack, self.kv_dtype)
 
     def stock_kv_bytes(self, context: int, batch: int = 1) -> int:
         """Bytes if every layer kept the whole context, as an engine without sliding support does."""
@@ -78,7 +82,13 @@ class Report:
         for layer in self.layers:
             entry = {name: getattr(layer, name) for name in layer.__dataclass_fields__}
             layers.append({k: str(v) if isinstance(v, (torch.dtype, torch.device)) else v for k, v in entry.items()})
-        return {"model": self.model, "slack": self.slack, "layers": layers, "notes": list(self.notes)}
+        return {
+            "model": self.model,
+            "slack": self.slack,
+            "kv_dtype": self.kv_dtype and str(self.kv_dtype),
+            "layers": layers,
+            "notes": list(self.notes),
+        }
 
     def __str__(self) -> str:
         from .render import render

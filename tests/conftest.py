@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 
@@ -11,6 +12,11 @@ import torch
 # Without a GPU, Triton kernels run in its interpreter, on CPU tensors. To be said before triton is imported.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+# pytest hangs its handlers on every logger that does not propagate. Dynamo takes a handler on this one as the wish for
+# structured traces, and then spends a third of a capture on writing them.
+logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -240,8 +240,8 @@ def poison(cache: Any, value: float, starts: Tensor | None = None) -> None:
         for row in range(layer.k_store.shape[0]):
             first = 0 if starts is None else int(starts[row])
             hidden = positions < first
-            layer.k_store[row, :, hidden] = value
-            layer.v_store[row, :, hidden] = value
+            for store in (layer.k, layer.v):  # a quantised store cannot hold the value in a byte; its scale can
+                (store.data if store.scale is None else store.scale)[row, :, hidden] = value
 
 
 def left_padded(lengths: Sequence[int], total: int, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, Tensor]:

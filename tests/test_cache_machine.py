@@ -15,18 +15,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import swa_pass
+from swa_pass.ops.quant import rounded
 
 WINDOWS = st.lists(st.none() | st.integers(1, 9), min_size=1, max_size=4)
+KINDS = [None, torch.int8, torch.float8_e4m3fn]
 MAX_TOKENS, MAX_ROWS = 120, 4
 
 
 class CacheMachine(RuleBasedStateMachine):
     """tokens: (rows, seen) float64, what has been read; kept: how much of it a rollback may still need, per layer."""
 
-    @initialize(windows=WINDOWS, slack=st.integers(0, 4), rows=st.integers(1, 3))
-    def start(self, windows: list[int | None], slack: int, rows: int) -> None:
-        self.windows, self.slack = windows, slack
-        self.cache = swa_pass.HybridCache(windows, slack=slack)
+    @initialize(windows=WINDOWS, slack=st.integers(0, 4), rows=st.integers(1, 3), kind=st.sampled_from(KINDS))
+    def start(self, windows: list[int | None], slack: int, rows: int, kind: torch.dtype | None) -> None:
+        self.windows, self.slack, self.kind = windows, slack, kind
+        self.cache = swa_pass.HybridCache(windows, slack=slack, kv_dtype=kind)
         self.tokens = torch.empty(rows, 0, dtype=torch.float64)
         self.next = 1.0
         self.snapshots: list[tuple[Any, torch.Tensor]] = []
@@ -44,8 +46,13 @@ class CacheMachine(RuleBasedStateMachine):
             policy, slots = layer.policy, layer.k_store.shape[2]
             readable = {p % slots for p in range(policy.floor, policy.high)}
             hidden = [slot for slot in range(slots) if slot not in readable]
-            layer.k_store[:, :, hidden] = float("nan")
-            layer.v_store[:, :, hidden] = float("nan")
+            for store in (layer.k, layer.v):  # bytes cannot be NaN, their scales can
+                (store.data if store.scale is None else store.scale)[:, :, hidden] = float("nan")
+
+    def shown(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
+        """(rows, n) numbers as the keys of a layer show them."""
+        keys = tokens + 1e6 * layer
+        return keys if self.kind is None else rounded(keys[..., None], self.kind)[..., 0]
 
     @precondition(lambda self: self.seen < MAX_TOKENS)
     @rule(new=st.integers(1, 25))
@@ -59,7 +66,7 @@ class CacheMachine(RuleBasedStateMachine):
                 (more + 1e6 * layer)[:, None, :, None], -(more + 1e6 * layer)[:, None, :, None], layer
             )
             past = self.seen if window is None else min(self.seen, window - 1)
-            shown = torch.cat([self.tokens[:, self.seen - past :], more], 1) + 1e6 * layer
+            shown = self.shown(torch.cat([self.tokens[:, self.seen - past :], more], 1), layer)
             assert torch.equal(keys[:, 0, :, 0], shown)
             assert torch.equal(values[:, 0, :, 0], -shown)
         self.tokens = torch.cat([self.tokens, more], 1)
@@ -148,7 +155,7 @@ class CacheMachine(RuleBasedStateMachine):
         for layer, window in zip(self.cache.stores, self.windows, strict=True):
             if layer.keys is not None and self.seen:
                 past = self.seen if window is None else min(self.seen, window - 1)
-                assert torch.equal(layer.keys[:, 0, :, 0], self.tokens[:, self.seen - past :] + 1e6 * layer.index)
+                assert torch.equal(layer.keys[:, 0, :, 0], self.shown(self.tokens[:, self.seen - past :], layer.index))
 
 
 CacheMachine.TestCase.settings = settings(

@@ -52,8 +52,8 @@ BAD: dict[str, tuple[Change, str]] = {
     "too many new": (_set("new_lengths", lambda c: torch.tensor([1, 3])), r"row 1: new_lengths says 3 of 2"),
     "dims": (_set("k_new", lambda c: c.k_new[0]), r"k_new must have 4 dimensions"),
     "block_table": (_set("block_table", lambda c: c.lengths), r"paged stores"),
-    "k_scale": (_set("k_scale", lambda c: torch.ones(2)), r"int8 stores"),
-    "v_scale": (_set("v_scale", lambda c: torch.ones(2)), r"int8 stores"),
+    "k_scale": (_set("k_scale", lambda c: torch.ones(2)), r"k_store .* of torch.float32 has scales, which only stores"),
+    "v_scale": (_set("v_scale", lambda c: torch.ones(2)), r"k_store .* of torch.float32 has scales, which only stores"),
     "valid": (_set("valid", lambda c: torch.ones(2, 10)), r"validity bitmap"),
 }
 BAD_ATTEND: dict[str, tuple[Change, str]] = {

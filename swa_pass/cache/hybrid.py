@@ -23,7 +23,8 @@ from ..compat import Cache
 from ..spec import LayerSpec
 from .layers import Clock, StoreLayer
 from .ring import capacity_for
-from .snapshot import Snapshot, check_fits, repeat_state
+from .snapshot import Snapshot, check_fits, joined, repeat_state
+from .store import bytes_per_token, kv_dtype_of
 
 #: Tokens by which a ring can be rolled back. Assisted decoding asks for more through activate_past_recording().
 DEFAULT_SLACK = 16
@@ -39,9 +40,11 @@ class HybridCache(Cache):
         hint: tokens the cache is expected to hold; sizes the first allocation, never a limit.
         max_length: hard limit on the tokens of global layers; None lets them grow.
         owner: names the model; a snapshot of another one is refused.
+        kv_dtype: "int8" or "float8": keys and values take one byte a number, and 4 bytes a token and head (see
+            `ops.quant`). None: the model's dtype.
 
     Raises:
-        ValueError: a window below 1, or an empty list.
+        ValueError: a window below 1, an empty list, or an unknown kv_dtype.
     """
 
     layers: list[Any]
@@ -54,6 +57,7 @@ class HybridCache(Cache):
         hint: int = 0,
         max_length: int | None = None,
         owner: str = "",
+        kv_dtype: str | torch.dtype | None = None,
     ) -> None:
         if not windows:
             raise ValueError(
@@ -63,6 +67,7 @@ class HybridCache(Cache):
         if not keys:
             raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
         self.clock = Clock(first=keys[0], last=keys[-1], slack=slack, hint=hint, max_length=max_length)
+        self.clock.kv_dtype = kv_dtype_of(kv_dtype)
         self.owner = owner
         stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
         super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])
@@ -199,7 +204,7 @@ class HybridCache(Cache):
         for layer in self.stores:
             store = layer.k_store
             state = snapshot.layers[layer.index]
-            layer.load(state, snapshot.seen, wanted, state.keys.device if store is None else store.device)
+            layer.load(state, snapshot.seen, wanted, state.keys.data.device if store is None else store.device)
         for index, state_layer in snapshot.states.items():
             self.layers[index] = copy.deepcopy(state_layer)
             if wanted != snapshot.rows:
@@ -223,6 +228,34 @@ class HybridCache(Cache):
         super().batch_select_indices(indices)
         self._forget_rows()
 
+    def join(self, other: HybridCache) -> None:
+        """Appends the rows of another cache of the same model; `other` is left as it was.
+
+        Rows advance together, so the rows of the shorter one move to the end and get left pads in front:
+
+            self    A B C D E           after join, 5 tokens seen      A B C D E
+            other       x y z           attention mask 0 0 1 1 1       . . x y z
+
+        Give the model an attention mask with as many zeros in front of these rows from now on, as for any left-padded
+        batch. Keys keep the rotary positions that they were read with, which are those of such a batch.
+
+        Raises:
+            ValueError: a cache of another model, shapes or dtype, an empty one, or a model with convolution or
+                recurrence states, which know no pads. Nothing has changed then.
+        """
+        if self.states or other.states:
+            raise ValueError(
+                "rows with a convolution or recurrence state cannot be joined: such a state knows no left pads"
+            )
+        both = self.snapshot(), other.snapshot()
+        check_fits(both[1], self.windows, self.owner)
+        for layer in self.stores:
+            layer.check_state(both[1].layers[layer.index])
+        seen = max(snapshot.seen for snapshot in both)
+        layers = {layer.index: joined([(s.layers[layer.index], s.seen) for s in both], seen) for layer in self.stores}
+        whole = Snapshot(seen, both[0].windows, self.clock.slack, self.owner, layers, {})
+        self.restore(whole)
+
     def _forget_rows(self) -> None:
         """The per-row tensors are made anew, with the new batch size, before the next traced step."""
         seen = self.seen
@@ -232,13 +265,16 @@ class HybridCache(Cache):
         self.clock.stale = False
 
 
-def cache_bytes(specs: Sequence[LayerSpec], context: int, batch: int, slack: int) -> int:
+def cache_bytes(
+    specs: Sequence[LayerSpec], context: int, batch: int, slack: int, kv_dtype: torch.dtype | None = None
+) -> int:
     """KV bytes that a `HybridCache` made for `context` tokens allocates."""
     total = 0
     for spec in specs:
         if spec.kind == "state":
             continue
         slots = capacity_for(context, spec.window, slack if spec.window is not None else 0)
-        per_slot = spec.head_dim * spec.k_dtype.itemsize + spec.v_head_dim * spec.v_dtype.itemsize
+        per_slot = bytes_per_token(spec.head_dim, spec.k_dtype, kv_dtype)
+        per_slot += bytes_per_token(spec.v_head_dim, spec.v_dtype, kv_dtype)
         total += batch * spec.kv_heads * slots * per_slot
     return total

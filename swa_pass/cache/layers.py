@@ -23,6 +23,7 @@ from torch import Tensor
 from ..compat import CacheLayerMixin
 from .ring import RingPolicy, capacity_for
 from .snapshot import LayerState, repeated
+from .store import Store, Tokens
 
 
 @dataclass
@@ -43,6 +44,7 @@ class Clock:
     max_length: int | None = None
     lengths: Tensor | None = None
     starts: Tensor | None = None
+    kv_dtype: torch.dtype | None = None  # of quantised stores; None: the model's own
     managed: bool = False
     stale: bool = False  # a traced step moved `lengths`; Python lengths follow at the next eager access
 
@@ -68,8 +70,16 @@ class StoreLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.clock = clock
         self.policy = RingPolicy(window, clock.slack if window is not None else 0)
-        self.k_store: Tensor | None = None
-        self.v_store: Tensor | None = None
+        self.k: Store | None = None
+        self.v: Store | None = None
+
+    @property
+    def k_store(self) -> Tensor | None:
+        return None if self.k is None else self.k.data
+
+    @property
+    def v_store(self) -> Tensor | None:
+        return None if self.v is None else self.v.data
 
     def __repr__(self) -> str:
         kind = f"ring of {self.window}+{self.policy.slack}" if self.is_sliding else "linear"
@@ -79,15 +89,15 @@ class StoreLayer(CacheLayerMixin):
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        return self.k_store is not None
+        return self.k is not None
 
     @property
     def batch_size(self) -> int:
-        return -1 if self.k_store is None else self.k_store.shape[0]
+        return -1 if self.k is None else self.k.rows
 
     @property
     def nbytes(self) -> int:
-        return sum(s.numel() * s.element_size() for s in (self.k_store, self.v_store) if s is not None)
+        return sum(store.nbytes for store in (self.k, self.v) if store is not None)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocates the stores for tokens shaped like these; `Cache.early_initialization` calls it with none."""
@@ -105,43 +115,47 @@ class StoreLayer(CacheLayerMixin):
     def has_room(self, new: int) -> bool:
         """Whether `new` tokens fit as things are."""
         limit = self.clock.max_length
-        if self.k_store is None or (limit is not None and not self.is_sliding and self.policy.seen + new > limit):
+        if self.k is None or (limit is not None and not self.is_sliding and self.policy.seen + new > limit):
             return False
         return self.policy.capacity_needed(new) == self.policy.capacity
 
     def reserve(self, like_k: Tensor, like_v: Tensor, new: int) -> None:
         """Makes room for `new` tokens shaped like (B, kv_heads, any, head_dim). Checks everything, then allocates."""
         self.take_rows(like_k.shape[0])
-        if self.k_store is not None:
-            self._check(like_k, self.k_store, "keys")
-            self._check(like_v, self.v_store, "values")
+        if self.k is not None and self.v is not None:
+            self._check(like_k, self.k, "keys")
+            self._check(like_v, self.v, "values")
         self.check_limit(new)
         limit = self.clock.max_length
         capacity = self.policy.capacity_needed(new, self.clock.hint)
-        if self.k_store is None:
+        if self.k is None:
             expected = self.clock.hint if limit is None or self.is_sliding else limit
             capacity = max(capacity, capacity_for(expected, self.policy.window, self.policy.slack))
         self.clock.ensure(like_k.shape[0], self.policy.seen, like_k.device)
-        if self.k_store is not None and capacity == self.policy.capacity:
-            return
-        k_store, v_store = _allocate(like_k, capacity), _allocate(like_v, capacity)
-        if self.k_store is not None and self.v_store is not None:
-            before, kept = self.policy, (self.policy.floor, self.policy.high)
-            after = replace(before, capacity=capacity)
-            for old, grown in ((self.k_store, k_store), (self.v_store, v_store)):
-                _fill(grown, after.runs(*kept), _read(old, before.runs(*kept), None))
+        if self.k is None or self.v is None:
+            self.k, self.v = self._allocate(like_k, capacity), self._allocate(like_v, capacity)
+        elif capacity != self.policy.capacity:
+            self.k, self.v = self._grown(self.k, capacity), self._grown(self.v, capacity)
         self.policy.capacity = capacity
-        self.k_store, self.v_store = k_store, v_store
+
+    def _allocate(self, like: Tensor, capacity: int) -> Store:
+        rows, kv_heads, _, head_dim = like.shape
+        return Store.allocate(rows, kv_heads, capacity, head_dim, like.dtype, self.clock.kv_dtype, like.device)
+
+    def _grown(self, store: Store, capacity: int) -> Store:
+        before, kept = self.policy, (self.policy.floor, self.policy.high)
+        grown = store.like(store.rows, capacity)
+        grown.fill(replace(before, capacity=capacity).runs(*kept), store.read(before.runs(*kept)))
+        return grown
 
     def take_rows(self, rows: int) -> None:
         """An empty store is dropped when another number of rows comes: after a reset the batch may differ."""
-        if self.k_store is not None and self.policy.seen == 0 and self.batch_size != rows:
-            self.k_store = self.v_store = None
+        if self.k is not None and self.policy.seen == 0 and self.batch_size != rows:
+            self.k = self.v = None
             self.policy.capacity = 0
 
-    def _check(self, new: Tensor, store: Tensor | None, what: str) -> None:
-        assert store is not None
-        wrong = _differences(new, store, ("batch", "kv_heads", "head_dim", "dtype", "device"))
+    def _check(self, new: Tensor, store: Store, what: str) -> None:
+        wrong = _differences(_facts(new, new.dtype), _facts(store.data, store.dtype))
         if wrong:
             found = "; ".join(f"{name} {given} given, {held} stored" for name, given, held in wrong)
             raise ValueError(f"layer {self.index}: {what} do not fit the cache: {found}. Use a new cache, or reset it.")
@@ -163,33 +177,40 @@ class StoreLayer(CacheLayerMixin):
                 "torch.no_grad(), or pass a stock DynamicCache for training."
             )
         self.reserve(k, v, new)
-        assert self.k_store is not None
-        assert self.v_store is not None
+        assert self.k is not None
+        assert self.v is not None
+        kept = [(self.k, self.k.stored(k)), (self.v, self.v.stored(v))]
         if not self.is_sliding:
-            _write(self.k_store, k, policy, new)
-            _write(self.v_store, v, policy, new)
+            for store, tokens in kept:
+                _write(store, tokens, policy, new)
             policy.advance(new)
             self._tick(new)
-            return self.k_store[:, :, : policy.seen], self.v_store[:, :, : policy.seen]
-        visible = policy.visible()
-        keys, values = _read(self.k_store, visible, k), _read(self.v_store, visible, v)
-        _write(self.k_store, k, policy, new)
-        _write(self.v_store, v, policy, new)
+            keys, values = (store.read([(0, policy.seen)]).plain() for store, _ in kept)
+            return keys, values
+        past = [store.read(policy.visible()).plain() for store, _ in kept]
+        keys, values = (torch.cat([old, tokens.plain()], 2) for old, (_, tokens) in zip(past, kept, strict=True))
+        for store, tokens in kept:
+            _write(store, tokens, policy, new)
         policy.advance(new)
         self._tick(new)
         return keys, values
 
     def _update_traced(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         clock = self.clock
-        if self.k_store is None or self.v_store is None or clock.lengths is None:
+        if self.k is None or self.v is None or clock.lengths is None:
             raise RuntimeError(
                 f"layer {self.index}: a compiled call needs allocated stores. Call cache.early_initialization(...) "
                 "first, or run the prompt eagerly."
             )
-        ops = torch.ops.swa_pass
-        keys = ops.view.default(self.k_store, k, clock.lengths, self.window, self.index, clock.starts)
-        values = ops.view.default(self.v_store, v, clock.lengths, self.window, self.index, clock.starts)
-        ops.append.default(k, v, self.k_store, self.v_store, clock.lengths, window=self.window)
+        ops, place = torch.ops.swa_pass, (clock.lengths, self.window, self.index, clock.starts)
+        if self.k.scale is None:
+            keys, values = ops.view.default(self.k.data, k, *place), ops.view.default(self.v.data, v, *place)
+            ops.append.default(k, v, self.k.data, self.v.data, clock.lengths, window=self.window)
+        else:
+            scales = {"k_scale": self.k.scale, "v_scale": self.v.scale}
+            keys = ops.view.default(self.k.data, k, *place, self.k.scale)
+            values = ops.view.default(self.v.data, v, *place, self.v.scale)
+            ops.append.default(k, v, self.k.data, self.v.data, clock.lengths, window=self.window, **scales)
         if self.index == clock.last and not clock.managed:
             clock.lengths.add_(k.shape[-2])
             clock.stale = True
@@ -215,9 +236,9 @@ class StoreLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         """(number of keys that `update` returns, absolute position of the first)."""
-        if torch.compiler.is_compiling() and self.clock.lengths is not None and self.k_store is not None:
+        if torch.compiler.is_compiling() and self.clock.lengths is not None and self.k is not None:
             if not self.is_sliding:
-                return self.k_store.shape[2], 0
+                return self.k.data.shape[2], 0
             return self.window - 1 + query_length, torch.clamp(self.clock.lengths[0] - (self.window - 1), min=0)
         self._catch_up()
         reach = self.policy.reach
@@ -267,25 +288,19 @@ class StoreLayer(CacheLayerMixin):
 
     def select_rows(self, rows: Tensor, in_place: bool = False) -> None:
         """Makes row i a copy of old row ``rows[i]``. In place keeps the addresses (same batch size)."""
-        if self.k_store is None or self.v_store is None:
-            return
-        rows = rows.to(self.k_store.device)
-        k, v = self.k_store.index_select(0, rows), self.v_store.index_select(0, rows)
-        if in_place:
-            self.k_store.copy_(k)
-            self.v_store.copy_(v)
-        else:
-            self.k_store, self.v_store = _mark(k), _mark(v)
+        for store in (self.k, self.v):
+            if store is not None:
+                store.select_rows(rows.to(store.data.device), in_place)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx, in_place=beam_idx.numel() == self.batch_size)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.k_store is not None:
+        if self.k is not None:
             self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.k_store is not None:
+        if self.k is not None:
             rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
             self.select_rows(torch.as_tensor(rows))
 
@@ -295,89 +310,65 @@ class StoreLayer(CacheLayerMixin):
         """Copies of the tokens that a continuation may need: all of a linear store, W - 1 + slack of a ring."""
         self._catch_up()
         policy = self.policy
-        if self.k_store is None or self.v_store is None:
+        if self.k is None or self.v is None:
             raise ValueError(f"layer {self.index}: there is nothing to take a snapshot of: no token was read yet")
         first = 0 if policy.window is None else max(policy.floor, policy.seen - (policy.window - 1) - policy.slack)
         runs = policy.runs(first, policy.seen)
-        return LayerState(first, _read(self.k_store, runs, None).clone(), _read(self.v_store, runs, None).clone())
+        keys, values = (store.read(runs).map(torch.clone) for store in (self.k, self.v))
+        return LayerState(first, keys, values)
 
     def check_state(self, state: LayerState) -> None:
         """Raises if the stores cannot take this state, whatever its rows and device. Changes nothing."""
-        for kept, store in ((state.keys, self.k_store), (state.values, self.v_store)):
-            wrong = [] if store is None else _differences(kept, store, ("kv_heads", "head_dim", "dtype"))
+        for kept, store in ((state.keys, self.k), (state.values, self.v)):
+            held = self.clock.kv_dtype if store is None or store.scale is not None else None
+            kind = (kept.data.dtype if kept.scale is not None else None, held)
+            wrong = [("kv_dtype", *kind)] if kind[0] != kind[1] else []
+            if store is not None:
+                ours, theirs = _facts(store.data, store.dtype), _facts(kept.data, kept.dtype)
+                wrong += _differences(theirs, ours, but=("batch", "device"))
             if wrong:
                 found = "; ".join(f"{name} {theirs} in the snapshot, {ours} here" for name, theirs, ours in wrong)
                 raise ValueError(f"layer {self.index}: the snapshot does not fit this cache: {found}")
 
     def load(self, state: LayerState, seen: int, rows: int, device: torch.device) -> None:
         """Becomes what `state` was. Stores that are large enough and have `rows` rows keep their addresses."""
-        keys, values = (repeated(tensor.to(device), rows) for tensor in (state.keys, state.values))
+        keys, values = (
+            tokens.map(lambda tensor: repeated(tensor.to(device), rows)) for tokens in (state.keys, state.values)
+        )
         capacity = capacity_for(max(seen, self.clock.hint), self.policy.window, self.policy.slack)
-        if self.k_store is None or self.batch_size != rows or self.policy.capacity < capacity:
-            self.k_store, self.v_store = _allocate(keys, capacity), _allocate(values, capacity)
+        if self.k is None or self.v is None or self.batch_size != rows or self.policy.capacity < capacity:
+            self.k, self.v = (Store(tokens).like(rows, capacity) for tokens in (keys, values))
             self.policy.capacity = capacity
-        assert self.v_store is not None
         self.policy.reset()
         self.policy.seen = self.policy.high = seen
         self.policy.floor = state.first
         runs = self.policy.runs(state.first, seen)
-        _fill(self.k_store, runs, keys)
-        _fill(self.v_store, runs, values)
+        self.k.fill(runs, keys)
+        self.v.fill(runs, values)
 
     # ------------------------------------------------------------------ looking inside
 
     @property
     def keys(self) -> Tensor | None:  # type: ignore[override]
         """Keys that the next query sees, in time order (a copy for a ring)."""
-        return None if self.k_store is None else _read(self.k_store, self.policy.visible(), None)
+        return None if self.k is None else self.k.read(self.policy.visible()).plain()
 
     @property
     def values(self) -> Tensor | None:  # type: ignore[override]
-        return None if self.v_store is None else _read(self.v_store, self.policy.visible(), None)
+        return None if self.v is None else self.v.read(self.policy.visible()).plain()
 
 
-def _differences(a: Tensor, b: Tensor, names: Sequence[str]) -> list[tuple[str, Any, Any]]:
-    """What of `names` is not the same in two tensors (batch, kv_heads, tokens, head_dim): (name, of a, of b)."""
-
-    def facts(t: Tensor) -> dict[str, Any]:
-        dims = {"batch": t.shape[0], "kv_heads": t.shape[1], "head_dim": t.shape[3]}
-        return {**dims, "dtype": t.dtype, "device": t.device}
-
-    left, right = facts(a), facts(b)
-    return [(name, left[name], right[name]) for name in names if left[name] != right[name]]
+def _facts(data: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """What must be the same for tokens (batch, kv_heads, tokens, head_dim) to go into one store."""
+    dims = {"batch": data.shape[0], "kv_heads": data.shape[1], "head_dim": data.shape[3]}
+    return {**dims, "dtype": dtype, "device": data.device}
 
 
-def _allocate(like: Tensor, capacity: int) -> Tensor:
-    """An uninitialised store: only written slots are ever read. A normal tensor also under inference_mode, so that a
-    cache may be carried from one mode into the other."""
-    with torch.inference_mode(False):
-        shape = (like.shape[0], like.shape[1], capacity, like.shape[3])
-        return _mark(torch.empty(shape, dtype=like.dtype, device=like.device))
+def _differences(given: dict[str, Any], held: dict[str, Any], but: Sequence[str] = ()) -> list[tuple[str, Any, Any]]:
+    """(name, given, held) for what is not the same."""
+    return [(name, given[name], held[name]) for name in given if name not in but and given[name] != held[name]]
 
 
-def _mark(store: Tensor) -> Tensor:
-    """Growth must not recompile: the capacity is a symbol in every graph."""
-    torch._dynamo.maybe_mark_dynamic(store, 2)
-    return store
-
-
-def _write(store: Tensor, new: Tensor, policy: RingPolicy, tokens: int) -> None:
-    skip, runs = policy.writes(tokens)
-    _fill(store, runs, new[:, :, skip:])
-
-
-def _fill(store: Tensor, runs: list[tuple[int, int]], tokens: Tensor) -> None:
-    """Writes `tokens`, in time order, into slot ranges."""
-    done = 0
-    for first, stop in runs:
-        store[:, :, first:stop].copy_(tokens[:, :, done : done + stop - first])
-        done += stop - first
-
-
-def _read(store: Tensor, runs: list[tuple[int, int]], new: Tensor | None) -> Tensor:
-    parts = [store[:, :, first:stop] for first, stop in runs]
-    if new is not None:
-        parts.append(new)
-    if not parts:
-        return store[:, :, :0]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+def _write(store: Store, tokens: Tokens, policy: RingPolicy, new: int) -> None:
+    skip, runs = policy.writes(new)
+    store.fill(runs, tokens.map(lambda tensor: tensor[:, :, skip:]))

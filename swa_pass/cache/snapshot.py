@@ -21,16 +21,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-FORMAT, VERSION = "swa_pass snapshot", 1
+from .store import Tokens
+
+FORMAT, VERSION = "swa_pass snapshot", 2
 
 
 @dataclass(frozen=True)
 class LayerState:
-    """One layer's tokens first..seen-1: keys (B, kv_heads, n, head_dim) and values, in time order, copies."""
+    """One layer's tokens first..seen-1: keys (B, kv_heads, n, head_dim) and values, in time order, copies, in the form
+    in which the cache keeps them."""
 
     first: int
-    keys: Tensor
-    values: Tensor
+    keys: Tokens
+    values: Tokens
+
+    @property
+    def tokens(self) -> dict[str, Tokens]:
+        return {"keys": self.keys, "values": self.values}
 
 
 @dataclass(frozen=True)
@@ -51,12 +58,13 @@ class Snapshot:
 
     @property
     def rows(self) -> int:
-        return next(iter(self.layers.values())).keys.shape[0]
+        return next(iter(self.layers.values())).keys.data.shape[0]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""
-        return sum(t.numel() * t.element_size() for state in self.layers.values() for t in (state.keys, state.values))
+        kept = [tokens for state in self.layers.values() for tokens in state.tokens.values()]
+        return sum(t.numel() * t.element_size() for tokens in kept for t in tokens.tensors)
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file. ValueError for a hybrid model, whose states have no file format here."""
@@ -67,16 +75,20 @@ class Snapshot:
                 f"layers {sorted(self.states)} hold a convolution or recurrence state, which cannot be written to a "
                 "file; keep this snapshot in memory"
             )
-        tensors = {}
+        tensors, dtypes = {}, {}
         for index, state in self.layers.items():
-            tensors[f"{index}.keys"] = state.keys.contiguous()
-            tensors[f"{index}.values"] = state.values.contiguous()
+            for name, tokens in state.tokens.items():
+                tensors[f"{index}.{name}"] = tokens.data.contiguous()
+                if tokens.scale is not None:
+                    tensors[f"{index}.{name}.scale"] = tokens.scale.contiguous()
+                dtypes[f"{index}.{name}"] = str(tokens.dtype).removeprefix("torch.")
         about = {
             "seen": self.seen,
             "windows": self.windows,
             "slack": self.slack,
             "owner": self.owner,
             "first": {index: state.first for index, state in self.layers.items()},
+            "dtypes": dtypes,
         }
         save_file(tensors, path, {"format": FORMAT, "version": str(VERSION), "about": json.dumps(about)})
 
@@ -95,8 +107,14 @@ def load_snapshot(path: str | Path) -> Snapshot:
                 f"{VERSION}. Make the snapshot again."
             )
         about = json.loads(metadata["about"])
+        stored = set(file.keys())
+
+        def tokens(name: str) -> Tokens:
+            scale = file.get_tensor(f"{name}.scale") if f"{name}.scale" in stored else None
+            return Tokens(file.get_tensor(name), scale, getattr(torch, about["dtypes"][name]))
+
         layers = {
-            int(index): LayerState(first, file.get_tensor(f"{index}.keys"), file.get_tensor(f"{index}.values"))
+            int(index): LayerState(first, tokens(f"{index}.keys"), tokens(f"{index}.values"))
             for index, first in about["first"].items()
         }
     return Snapshot(about["seen"], tuple(about["windows"]), about["slack"], about["owner"], layers, {})
@@ -110,6 +128,30 @@ def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str) -> None:
         raise ValueError(
             f"the snapshot's layers have the windows {list(snapshot.windows)}, and the cache's {list(windows)}"
         )
+
+
+def joined(states: Sequence[tuple[LayerState, int]], seen: int) -> LayerState:
+    """The rows of several (state, tokens seen) in one, each moved so that its last token is token seen - 1.
+
+    Before a row's first token come pads: zeros, which no query sees.
+    """
+    # What a state does not hold is either evicted (then no row can have it) or lies before the row's first token.
+    first = max((state.first + seen - n if state.first else 0) for state, n in states)
+
+    def together(name: str) -> Tokens:
+        parts = [state.tokens[name].map(lambda tensor: _at_the_end(tensor, seen - first)) for state, _ in states]
+        scales = [part.scale for part in parts if part.scale is not None]
+        data = torch.cat([part.data for part in parts])
+        return Tokens(data, torch.cat(scales) if scales else None, parts[0].dtype)
+
+    return LayerState(first, together("keys"), together("values"))
+
+
+def _at_the_end(tensor: Tensor, count: int) -> Tensor:
+    """(B, kv_heads, n, ...) -> (B, kv_heads, count, ...): the last tokens, after zeros where there are fewer."""
+    kept = tensor[:, :, max(tensor.shape[2] - count, 0) :]
+    missing = count - kept.shape[2]
+    return torch.cat([kept.new_zeros(*kept.shape[:2], missing, *kept.shape[3:]), kept], 2) if missing else kept
 
 
 def repeated(tensor: Tensor, rows: int) -> Tensor:

@@ -10,6 +10,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
+from .quant import LARGEST
+
 STORE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -27,8 +29,6 @@ def refuse_unsupported(op: str, **given: Tensor | None) -> None:
     """Arguments that the schema already holds, and that no implementation reads yet."""
     names = {
         "block_table": "paged stores (block_table)",
-        "k_scale": "int8 stores (k_scale)",
-        "v_scale": "int8 stores (v_scale)",
         "valid": "a validity bitmap (valid)",
     }
     for name, value in given.items():
@@ -36,6 +36,26 @@ def refuse_unsupported(op: str, **given: Tensor | None) -> None:
             raise NotImplementedError(
                 f"swa_pass.{op}: {names[name]}: in the schema, not implemented yet; pass {name}=None"
             )
+
+
+def check_scales(op: str, stores: dict[str, tuple[Tensor, Tensor | None, Tensor]]) -> None:
+    """Quantised stores: by name, (the store, its scales, the new tokens)."""
+    for name, (store, scale, new) in stores.items():
+        about = f"{name} {shape(store)} of {store.dtype}"
+        if store.dtype not in LARGEST:
+            _fail(op, f"{about} has scales, which only stores of {', '.join(map(str, LARGEST))} have; pass none")
+        if scale is None:
+            _fail(op, f"{about} has no scales; keys and values must both have them")
+        if scale.dtype != torch.float32 or scale.shape != store.shape[:3] or not scale.is_contiguous():
+            _fail(
+                op,
+                f"{about} needs one float32 scale for each token and head, {shape(store[..., 0])}, contiguous; its "
+                f"scales are {scale.dtype} {shape(scale)}",
+            )
+        if scale.device != store.device:
+            _fail(op, f"{name} is on {store.device} and its scales on {scale.device}; move them to one device")
+        if new.dtype not in STORE_DTYPES:
+            _fail(op, f"new tokens of {new.dtype} cannot be quantised; give them in the model's own dtype")
 
 
 def check_static(
@@ -50,8 +70,11 @@ def check_static(
     starts: Tensor | None = None,
     sinks: Tensor | None = None,
     new_lengths: Tensor | None = None,
+    dtypes: tuple[torch.dtype, ...] = STORE_DTYPES,
 ) -> None:
     """Shapes, dtypes, devices and layouts: everything that can be checked without reading data."""
+    if k_store.dtype in LARGEST and k_store.dtype not in dtypes:
+        _fail(op, f"stores of {k_store.dtype} need their scales: pass k_scale and v_scale")
     named = {"k_new": k_new, "v_new": v_new, "k_store": k_store, "v_store": v_store}
     if q is not None:
         named["q"] = q
@@ -66,8 +89,8 @@ def check_static(
             )
         if t.device != k_store.device:
             _fail(op, f"{name} is on {t.device} and k_store is on {k_store.device}; move them to one device")
-    if k_store.dtype not in STORE_DTYPES:
-        _fail(op, f"stores of {k_store.dtype} are not supported; use one of {', '.join(map(str, STORE_DTYPES))}")
+    if k_store.dtype not in dtypes:
+        _fail(op, f"stores of {k_store.dtype} are not supported; use one of {', '.join(map(str, dtypes))}")
     batch, kv_heads, tokens, head_dim = k_new.shape
     capacity = k_store.shape[2]
     if v_new.shape[:3] != k_new.shape[:3]:

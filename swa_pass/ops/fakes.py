@@ -11,11 +11,9 @@ from torch import Tensor
 from .schema import NAMESPACE, SCHEMAS
 
 
-def _view(
-    store: Tensor, new: Tensor, lengths: Tensor, window: int, layer: int = -1, starts: Tensor | None = None
-) -> Tensor:
+def _view(store: Tensor, new: Tensor, lengths: Tensor, window: int, *args: object, **kwargs: object) -> Tensor:
     width = window - 1 + new.shape[2] if window > 0 else store.shape[2]
-    return store.new_empty(new.shape[0], new.shape[1], width, new.shape[3])
+    return new.new_empty(new.shape[0], new.shape[1], width, new.shape[3])
 
 
 def _append(k_new: Tensor, v_new: Tensor, *args: object, **kwargs: object) -> None:

@@ -21,7 +21,10 @@ _WRITE_SCALES = "Tensor(c!)? k_scale=None, Tensor(d!)? v_scale=None, Tensor(e!)?
 # name -> everything after the name. Mutated arguments are marked (a!), (b!), ...: functionalization and dead-code
 # removal rely on it.
 SCHEMAS: dict[str, str] = {
-    "view": "(Tensor store, Tensor new, Tensor lengths, int window, int layer=-1, Tensor? starts=None) -> Tensor",
+    "view": (
+        "(Tensor store, Tensor new, Tensor lengths, int window, int layer=-1, Tensor? starts=None, "
+        "Tensor? scale=None) -> Tensor"
+    ),
     "append": (
         "(Tensor k_new, Tensor v_new, Tensor(a!) k_store, Tensor(b!) v_store, Tensor lengths, *, int window, "
         f"Tensor? new_lengths=None, Tensor? block_table=None, {_WRITE_SCALES}) -> ()"

@@ -5,17 +5,29 @@ Same arguments as the operators (see `swa_pass.ops`). Everything is checked befo
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from . import checks, torch_masked, torch_runs
+from .quant import dequantise, quantise, rounded
 
 
 def view(
-    store: Tensor, new: Tensor, lengths: Tensor, window: int, layer: int = -1, starts: Tensor | None = None
+    store: Tensor,
+    new: Tensor,
+    lengths: Tensor,
+    window: int,
+    layer: int = -1,
+    starts: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Keys (or values) in order of time; see `reference.view` for the meaning."""
     op = "view" if layer < 0 else f"view (layer {layer})"
+    if scale is not None:
+        checks.check_scales(op, {"store": (store, scale, new)})
+        store, new = dequantise(store, scale, new.dtype), rounded(new, store.dtype)
     checks.check_static(op, new, new, store, store, lengths, window, starts=starts)
     batch, kv_heads, tokens, dim = new.shape
     capacity = store.shape[2]
@@ -67,15 +79,12 @@ def append(
 ) -> None:
     """Write the new tokens into their slots; of more than C tokens the last C."""
     op = "append"
-    checks.refuse_unsupported(op, block_table=block_table, k_scale=k_scale, v_scale=v_scale, valid=valid)
+    checks.refuse_unsupported(op, block_table=block_table, valid=valid)
+    if k_scale is not None or v_scale is not None:
+        _append_quantised(k_new, v_new, k_store, v_store, lengths, window, new_lengths, k_scale, v_scale)
+        return
     checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
-    tokens, capacity = k_new.shape[2], k_store.shape[2]
-    if lengths.device.type == "cpu":
-        rows = checks.read_rows(op, lengths, None, new_lengths, tokens, capacity, window, writes=True)
-        _write_rows(k_new, v_new, k_store, v_store, rows, window)
-    else:
-        checks.assert_rows_async(op, lengths, new_lengths, tokens, capacity, window, writes=True)
-        _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+    _write(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
 
 
 def attend(
@@ -100,7 +109,18 @@ def attend(
     _write: bool = False,
 ) -> Tensor:
     """Attention of the new tokens over the store as it was before this step, and over one another."""
-    checks.refuse_unsupported(_op, block_table=block_table, k_scale=k_scale, v_scale=v_scale, valid=valid)
+    checks.refuse_unsupported(_op, block_table=block_table, valid=valid)
+    if k_scale is not None or v_scale is not None:
+        checks.check_scales(_op, {"k_store": (k_store, k_scale, k_new), "v_store": (v_store, v_scale, v_new)})
+        assert k_scale is not None
+        assert v_scale is not None
+        k, v = dequantise(k_store, k_scale, q.dtype), dequantise(v_store, v_scale, q.dtype)
+        fresh_k, fresh_v = rounded(k_new, k_store.dtype), rounded(v_new, v_store.dtype)
+        options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "new_lengths": new_lengths}
+        out = attend(q, fresh_k, fresh_v, k, v, lengths, starts, window=window, scale=scale, **options, _op=_op)
+        if _write:
+            _append_quantised(k_new, v_new, k_store, v_store, lengths, window, new_lengths, k_scale, v_scale)
+        return out
     checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
     batch, heads, queries, _ = q.shape
     tokens, capacity = k_new.shape[2], k_store.shape[2]
@@ -127,6 +147,51 @@ def attend(
 def attend_append(*args: Tensor, **kwargs: object) -> Tensor:
     """`attend`, then `append`; same arguments as `attend`."""
     return attend(*args, **kwargs, _op="attend_append", _write=True)  # type: ignore[arg-type]
+
+
+def _write(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    window: int,
+    new_lengths: Tensor | None,
+) -> None:
+    """Checks the lengths, then writes; everything else is checked already."""
+    tokens, capacity = k_new.shape[2], k_store.shape[2]
+    if lengths.device.type == "cpu":
+        rows = checks.read_rows("append", lengths, None, new_lengths, tokens, capacity, window, writes=True)
+        _write_rows(k_new, v_new, k_store, v_store, rows, window)
+    else:
+        checks.assert_rows_async("append", lengths, new_lengths, tokens, capacity, window, writes=True)
+        _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+
+
+def _append_quantised(
+    k_new: Tensor,
+    v_new: Tensor,
+    k_store: Tensor,
+    v_store: Tensor,
+    lengths: Tensor,
+    window: int,
+    new_lengths: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+) -> None:
+    """`append` into quantised stores: bytes and scales are written as two pairs of plain stores."""
+    checks.check_scales("append", {"k_store": (k_store, k_scale, k_new), "v_store": (v_store, v_scale, v_new)})
+    assert k_scale is not None
+    assert v_scale is not None
+    k, k_factor = quantise(k_new, k_store.dtype)
+    v, v_factor = quantise(v_new, v_store.dtype)
+    k, v, k_store, v_store = (t.view(torch.int8) for t in (k, v, k_store, v_store))  # the byte type that all ops know
+    checks.check_static(
+        "append", k, v, k_store, v_store, lengths, window, new_lengths=new_lengths, dtypes=(torch.int8,)
+    )
+    _write(k, v, k_store, v_store, lengths, window, new_lengths)
+    k, v, k_store, v_store = (t[..., None] for t in (k_factor, v_factor, k_scale, v_scale))
+    _write(k, v, k_store, v_store, lengths, window, new_lengths)
 
 
 def _groups(rows: list[tuple[int, int, int]]) -> list[tuple[slice, tuple[int, int, int]]]:

@@ -1,8 +1,9 @@
 """The operators on CUDA tensors: checks, then the Triton kernels of `kernels/cuda`.
 
 Registered by the first operator on a CUDA tensor, where Triton is installed (it comes with torch's CUDA builds).
-float64 goes to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no check of them; for a
-linear store, which may be full, an asynchronous one stops the device's stream before anything is written.
+float64 and quantised stores go to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no
+check of them; for a linear store, which may be full, an asynchronous one stops the device's stream before anything is
+written.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, cou
 
 def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     q, k_new, v_new, k_store, v_store, lengths, *rest = args
-    if _needs_twin(q, k_new, v_new):
+    if _needs_twin(q, k_new, v_new) or options.get("k_scale") is not None:
         return getattr(torch.ops.swa_pass, "_" + op)(*args, **options)
     from .kernels.cuda import launch
 
@@ -86,7 +87,7 @@ def append(
     new_lengths: Tensor | None = None,
     **extras: Any,
 ) -> None:
-    if _needs_twin(k_new, v_new):
+    if _needs_twin(k_new, v_new) or extras.get("k_scale") is not None:
         torch.ops.swa_pass._append(
             k_new, v_new, k_store, v_store, lengths, window=window, new_lengths=new_lengths, **extras
         )

@@ -17,6 +17,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph import erase_all_unused, erase_unused, op_name
+from ..patterns.kv_view import KVView
 from .find import Finding
 
 
@@ -39,13 +40,19 @@ def fuse_sites(gm: GraphModule, findings: list[Finding]) -> list[int]:
     return fused
 
 
+def _scales(keys: KVView, values: KVView) -> dict[str, Node | None]:
+    return {} if keys.scale is None else {"k_scale": keys.scale, "v_scale": values.scale}
+
+
 def _append_of(finding: Finding) -> Node | None:
     writes = [user for user in finding.keys.store.users if op_name(user) == "swa_pass::append"]
     if len(writes) != 1:
         return None
     append = writes[0]
     expected = (finding.keys.new, finding.values.new, finding.keys.store, finding.values.store, finding.keys.lengths)
-    return append if tuple(append.args[:5]) == expected else None
+    scales = (append.kwargs.get("k_scale"), append.kwargs.get("v_scale"))
+    same = tuple(append.args[:5]) == expected and scales == (finding.keys.scale, finding.values.scale)
+    return append if same else None
 
 
 def _only_readers(group: list[Finding], append: Node) -> bool:
@@ -74,6 +81,7 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
                     "scale": float(site.scale),
                     "softcap": site.softcap,
                     "sinks": site.sinks,
+                    **_scales(keys, values),
                 },
             )
         out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})

@@ -1,7 +1,7 @@
 """Where an attention's keys come from: our cache's time-ordered read, possibly repeated for grouped heads.
 
-The cache's traced `update` emits ``view(store, new, lengths, window, layer, starts)`` and one ``append``. Between the
-view and the attention there may be `repeat_kv`:
+The cache's traced `update` emits ``view(store, new, lengths, window, layer, starts[, scale])`` and one
+``append``. Between the view and the attention there may be `repeat_kv`:
 
     view (B, KV, S, D) -> [:, :, None] -> expand (B, KV, G, S, D) -> reshape (B, KV * G, S, D) -> attention
 """
@@ -39,6 +39,11 @@ class KVView:
     @property
     def starts(self) -> Node | None:
         return self.node.args[5]  # type: ignore[return-value]
+
+    @property
+    def scale(self) -> Node | None:
+        """Factors of a quantised store."""
+        return self.node.args[6] if len(self.node.args) > 6 else None  # type: ignore[return-value]
 
     @property
     def window(self) -> int:

@@ -157,6 +157,7 @@ static SWA_INLINE void value_rows(const typename E::T* v, int64_t v_stride, int6
 template <class E>
 struct Attention {
   typedef typename E::T T;
+  typedef typename E::IO IO;
   const SwaTask& t;
   State s;
   float *q, *scores;  // scratch: queries in float (chunks, rows, CHUNK), scores of one block (rows, BLOCK_STRIDE)
@@ -167,11 +168,11 @@ struct Attention {
     // Scores come out in units of log2, for 2^x; under a softcap, in units of the cap.
     float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * LOG2E;
     for (int64_t row = 0; row < s.rows; row++) {
-      const T* from = (const T*)t.q + (row % t.group) * t.q_head + (row / t.group) * t.q_token;
+      const typename IO::T* from = (const typename IO::T*)t.q + (row % t.group) * t.q_head + (row / t.group) * t.q_token;
       for (int64_t d = 0; d < t.dim; d += CHUNK) {
         vf a, b;
-        if (d + CHUNK <= t.dim) E::load2(from + d, a, b);
-        else load2_tail<E>(from + d, (int)(t.dim - d), a, b);
+        if (d + CHUNK <= t.dim) IO::load2(from + d, a, b);
+        else load2_tail<IO>(from + d, (int)(t.dim - d), a, b);
         store(q + d * s.rows + row * CHUNK, a * factor);
         store(q + d * s.rows + row * CHUNK + VL, b * factor);
       }
@@ -181,10 +182,17 @@ struct Attention {
     memset(s.values, 0, s.rows * s.width * sizeof(float));
   }
 
+  static const float* factors(const float* first, int64_t at) { return E::SCALED ? first + at : nullptr; }
+
   // Keys and values that lie one after the other in memory.
   struct Run {
     const T *k, *v;
     int64_t k_stride, v_stride, n;
+    const float *k_scale, *v_scale;  // SCALED types only
+    Run from(int64_t at) const {
+      return {k + at * k_stride, v + at * v_stride, k_stride, v_stride, n - at, factors(k_scale, at),
+              factors(v_scale, at)};
+    }
   };
 
   // Rows [r0, r1) attend to the keys of some runs; all of these rows see all of these keys.
@@ -194,9 +202,8 @@ struct Attention {
     int pieces = 0;
     for (int i = 0; i < count; i++) {
       for (int64_t at = 0; at < runs[i].n;) {
-        Run piece = runs[i];
-        piece.k += at * piece.k_stride, piece.v += at * piece.v_stride;
-        piece.n = min64(runs[i].n - at, BLOCK - held);
+        Run piece = runs[i].from(at);
+        piece.n = min64(piece.n, BLOCK - held);
         at += piece.n;
         score_block(r0, r1, piece, held);
         held += piece.n;
@@ -223,6 +230,15 @@ struct Attention {
   score_rows<E, QT, FIRST>(k, run.k_stride, m, t.dim, q + r * CHUNK, q_step, scores + r * BLOCK_STRIDE + at + j)
       SWA_FOR_ROW_TILES(r0, r1, SWA_SCORES)
 #undef SWA_SCORES
+      if (E::SCALED) scale_columns(r0, r1, at + j, run.k_scale + j, m);
+    }
+  }
+
+  // A token's factor goes to its scores, and for values to its weights (once they are summed): head_dim times less work.
+  void scale_columns(int64_t r0, int64_t r1, int64_t at, const float* scale, int64_t m) {
+    for (int64_t row = r0; row < r1; row++) {
+      float* x = scores + row * BLOCK_STRIDE + at;
+      for (int64_t j = 0; j < m; j++) x[j] *= scale[j];
     }
   }
 
@@ -262,6 +278,7 @@ struct Attention {
   void value_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
     for (int64_t j = 0; j < run.n; j += KEYS) {
       int64_t m = min64(KEYS, run.n - j);
+      if (E::SCALED) scale_columns(r0, r1, at + j, run.v_scale + j, m);
       for (int64_t d = 0; d < t.value_dim;) {
         const T* v = run.v + j * run.v_stride + d;
         int tail = d + CHUNK <= t.value_dim ? 0 : (int)(t.value_dim - d);
@@ -283,7 +300,7 @@ struct Attention {
       int64_t slot = t.window > 0 ? first % t.capacity : first;
       int64_t n = min64(t.capacity - slot, end - first);
       runs[count++] = {(const T*)t.k_store + slot * t.dim, (const T*)t.v_store + slot * t.value_dim, t.dim,
-                       t.value_dim, n};
+                       t.value_dim, n, factors(t.k_scale, slot), factors(t.v_scale, slot)};
       first += n;
     }
     return count;
@@ -292,7 +309,7 @@ struct Attention {
   // New tokens [first, end).
   Run fresh(int64_t first, int64_t end) {
     return {(const T*)t.k_new + first * t.k_token, (const T*)t.v_new + first * t.v_token, t.k_token, t.v_token,
-            end - first};
+            end - first, factors(t.k_new_scale, first), factors(t.v_new_scale, first)};
   }
 
   void run(int64_t part, int64_t parts) {
@@ -324,7 +341,8 @@ static void partial(const SwaTask* t, int64_t part, int64_t parts, float* state,
 
 template <class E>
 static void finish(const SwaTask* t, int64_t parts, float* states, int64_t size) {
-  typedef typename E::T T;
+  typedef typename E::IO IO;
+  typedef typename IO::T T;
   State s(states, *t);
   for (int64_t row = 0; row < s.rows; row++) {
     float top = LOWEST, total = 0;
@@ -345,10 +363,10 @@ static void finish(const SwaTask* t, int64_t parts, float* states, int64_t size)
     for (int64_t d = 0; d < t->value_dim; d += CHUNK) {
       vf a = load(values + d), b = load(values + d + VL);
       if (d + CHUNK <= t->value_dim) {
-        E::store2(to + d, a, b);
+        IO::store2(to + d, a, b);
       } else {
         T padded[CHUNK];
-        E::store2(padded, a, b);
+        IO::store2(padded, a, b);
         memcpy(to + d, padded, (t->value_dim - d) * sizeof(T));
       }
     }
@@ -365,7 +383,7 @@ static void finish(const SwaTask* t, int64_t parts, float* states, int64_t size)
 extern "C" const SwaKernels* SWA_JOIN(swa_kernels_, SWA_ISA)() {
   using namespace SWA_ISA;
   static const SwaKernels kernels = {SWA_STRING(SWA_ISA), state_floats, scratch_floats,
-                                     {partial<Bf16>, partial<Fp16>, partial<Fp32>},
-                                     {finish<Bf16>, finish<Fp16>, finish<Fp32>}};
+                                     {partial<Bf16>, partial<Fp16>, partial<Fp32>, partial<Int8>, partial<Fp8>},
+                                     {finish<Bf16>, finish<Fp16>, finish<Fp32>, finish<Int8>, finish<Fp8>}};
   return &kernels;
 }

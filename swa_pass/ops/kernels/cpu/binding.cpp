@@ -2,7 +2,6 @@
 //
 // Whatever is not plainly right for the kernels (a long prefill, an odd layout, and every mistake) goes to the
 // operator's plain torch twin, which either computes it or says what is wrong. So no error text lives here.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -17,11 +16,9 @@
 #include <string>
 #include <vector>
 
+#include "quant.h"
 #include "task.h"
-
-// The thread team that torch itself uses. Called by name, because a compiler's own -fopenmp could bring in a second
-// OpenMP runtime, whose idle threads would spin against torch's. Absent (null): the caller does all the work.
-extern "C" void GOMP_parallel(void (*fn)(void*), void* data, unsigned threads, unsigned flags) __attribute__((weak));
+#include "team.h"
 
 #define SWA_VARIANT(name) extern "C" const SwaKernels* swa_kernels_##name();
 #include "variants.inc"
@@ -60,30 +57,6 @@ const SwaKernels& kernels() {
   return *k;
 }
 
-// Run `work(worker)` on up to `threads` of torch's threads, worker = 0, 1, ...
-template <class F>
-void on_threads(int threads, F work) {
-  if (threads <= 1 || !GOMP_parallel) return work(0);
-  struct Team {
-    F* work;
-    int threads;
-    std::atomic<int> next{0};
-  } team{&work, threads};
-  GOMP_parallel(
-      [](void* data) {
-        Team* team = static_cast<Team*>(data);
-        int worker = team->next++;
-        if (worker < team->threads) (*team->work)(worker);
-      },
-      &team, 0, 0);
-}
-
-int threads_for(int64_t bytes) {
-  // Starting a team costs some microseconds, in which one thread reads tens of kilobytes.
-  if (bytes < 65536 || at::in_parallel_region()) return 1;
-  return at::get_num_threads();
-}
-
 // Scratch memory that stays with the calling thread.
 float* scratch(size_t floats) {
   struct Free { void operator()(void* p) const { free(p); } };
@@ -105,17 +78,21 @@ int dtype_of(const Tensor& t) {
     case at::kBFloat16: return SWA_BF16;
     case at::kHalf: return SWA_FP16;
     case at::kFloat: return SWA_FP32;
+    case at::kChar: return SWA_INT8;
+    case at::kFloat8_e4m3fn: return SWA_FP8;
     default: return -1;
   }
 }
+
+int64_t size_of(int dtype) { return dtype == SWA_FP32 ? 4 : dtype == SWA_INT8 || dtype == SWA_FP8 ? 1 : 2; }
 
 bool plain_vector(const Maybe& v, int64_t batch) {
   return !v || (v->is_cpu() && v->scalar_type() == at::kLong && v->dim() == 1 && v->size(0) == batch &&
                 (batch <= 1 || v->stride(0) == 1));
 }
 
-bool rows_of(const Tensor& t, const Tensor& like, int64_t batch, int64_t tokens) {
-  return t.is_cpu() && t.dim() == 4 && t.scalar_type() == like.scalar_type() && t.size(0) == batch &&
+bool rows_of(const Tensor& t, at::ScalarType type, int64_t batch, int64_t tokens) {
+  return t.is_cpu() && t.dim() == 4 && t.scalar_type() == type && t.size(0) == batch &&
          t.size(2) == tokens && (t.size(3) <= 1 || t.stride(3) == 1);
 }
 
@@ -133,7 +110,8 @@ struct Shapes {
     batch = k_store.size(0), kv_heads = k_store.size(1), capacity = k_store.size(2), dim = k_store.size(3);
     if (k_new.dim() != 4 || v_new.dim() != 4 || !v_store.is_cpu() || v_store.dim() != 4) return;
     tokens = k_new.size(2), value_dim = v_new.size(3), window = window_;
-    if (!rows_of(k_new, k_store, batch, tokens) || !rows_of(v_new, k_store, batch, tokens)) return;
+    at::ScalarType type = k_store.scalar_type();
+    if (!rows_of(k_new, type, batch, tokens) || !rows_of(v_new, type, batch, tokens)) return;
     if (k_new.size(1) != kv_heads || v_new.size(1) != kv_heads || k_new.size(3) != dim) return;
     if (v_store.scalar_type() != k_store.scalar_type() || v_store.size(0) != batch || v_store.size(1) != kv_heads ||
         v_store.size(2) != capacity || v_store.size(3) != value_dim)
@@ -157,7 +135,7 @@ struct Shapes {
   int64_t start(int64_t b) const { return starts ? starts[b] : 0; }
   int64_t count(int64_t b) const { return counts ? counts[b] : tokens; }
   int64_t slot(int64_t position) const { return window > 0 ? position % capacity : position; }
-  int64_t item_size() const { return dtype == SWA_FP32 ? 4 : 2; }
+  int64_t item_size() const { return size_of(dtype); }
 };
 
 const char* at_row(const Tensor& t, int64_t b, int64_t h, int64_t item) {
@@ -173,6 +151,28 @@ void write_tokens(const Shapes& s, const Tensor& from, char* store, int64_t dim,
     memcpy(store + s.slot(s.lengths[b] + i) * row, p + i * step, row);
 }
 
+// The factors of one-byte stores: each a float, (B, kv_heads, C) in the store and (B, kv_heads, N) for new tokens.
+struct Factors {
+  float *k = nullptr, *v = nullptr;
+  const float *k_new = nullptr, *v_new = nullptr;
+
+  Factors() = default;
+  Factors(const Tensor& k_scale, const Tensor& v_scale, const swa_quant::Tokens& k, const swa_quant::Tokens& v)
+      : k(const_cast<float*>(k_scale.const_data_ptr<float>())),
+        v(const_cast<float*>(v_scale.const_data_ptr<float>())),
+        k_new(k.scale.const_data_ptr<float>()),
+        v_new(v.scale.const_data_ptr<float>()) {}
+
+  void write(const Shapes& s, int64_t item) const {
+    if (!k) return;
+    int64_t b = item / s.kv_heads, count = s.count(b);
+    for (int64_t i = std::max<int64_t>(0, count - s.capacity); i < count; i++) {
+      int64_t to = item * s.capacity + s.slot(s.lengths[b] + i), from = item * s.tokens + i;
+      k[to] = k_new[from], v[to] = v_new[from];
+    }
+  }
+};
+
 void write_item(const Shapes& s, const Tensor& k_new, const Tensor& v_new, char* k, char* v, int64_t item) {
   write_tokens(s, k_new, k, s.dim, item / s.kv_heads, item % s.kv_heads);
   write_tokens(s, v_new, v, s.value_dim, item / s.kv_heads, item % s.kv_heads);
@@ -183,8 +183,9 @@ constexpr int64_t MAX_ROWS = 64;
 
 bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const Tensor& k_store,
                 const Tensor& v_store, const Shapes& s, double scale, double softcap, const Maybe& sinks, bool write,
-                Tensor& out) {
-  if (!s.good || !rows_of(q, k_store, s.batch, s.tokens) || q.size(3) != s.dim) return false;
+                const Factors& factors, Tensor& out) {
+  at::ScalarType q_type = factors.k ? at::kFloat : k_store.scalar_type();
+  if (!s.good || !rows_of(q, q_type, s.batch, s.tokens) || q.size(3) != s.dim) return false;
   int64_t heads = q.size(1), group = heads / s.kv_heads, rows = group * s.tokens;
   if (heads == 0 || heads % s.kv_heads || rows > MAX_ROWS) return false;
   std::vector<float> sink_values;
@@ -204,7 +205,7 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
   out = at::empty({s.batch, s.tokens, heads, s.value_dim}, q.options()).transpose(1, 2);
 
   const SwaKernels& kernel = kernels();
-  int64_t item_size = s.item_size(), items = s.batch * s.kv_heads, longest = 0, total = 0;
+  int64_t item_size = s.item_size(), q_size = q.element_size(), items = s.batch * s.kv_heads, longest = 0, total = 0;
   for (int64_t b = 0; b < s.batch; b++) {
     int64_t seen = s.lengths[b] - s.start(b);
     if (s.window > 0) seen = std::min(seen, s.window);
@@ -215,7 +216,7 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
   char* k_base = static_cast<char*>(write ? k_store.data_ptr() : const_cast<void*>(k_store.const_data_ptr()));
   char* v_base = static_cast<char*>(write ? v_store.data_ptr() : const_cast<void*>(v_store.const_data_ptr()));
   char* out_base = static_cast<char*>(out.data_ptr());
-  int threads = threads_for(total * s.kv_heads * (s.dim + s.value_dim) * item_size);
+  int threads = swa_team::size_for(total * s.kv_heads * (s.dim + s.value_dim) * item_size);
   // Few heads for many threads: split along the window. Four pieces a thread even out neighbours that steal time.
   int64_t parts = 1;
   if (threads > 1 && items < 4 * threads)
@@ -223,15 +224,19 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
 
   auto task_of = [&](int64_t item) {
     int64_t b = item / s.kv_heads, h = item % s.kv_heads;
-    SwaTask t;
-    t.q = at_row(q, b, h * group, item_size);
+    SwaTask t{};
+    t.q = at_row(q, b, h * group, q_size);
     t.q_head = q.stride(1), t.q_token = q.stride(2);
     t.k_new = at_row(k_new, b, h, item_size), t.v_new = at_row(v_new, b, h, item_size);
     t.k_token = k_new.stride(2), t.v_token = v_new.stride(2);
     t.k_store = k_base + item * s.capacity * s.dim * item_size;
     t.v_store = v_base + item * s.capacity * s.value_dim * item_size;
-    t.out = out_base + (b * s.tokens * heads + h * group) * s.value_dim * item_size;
+    t.out = out_base + (b * s.tokens * heads + h * group) * s.value_dim * q_size;
     t.out_head = s.value_dim, t.out_token = heads * s.value_dim;
+    if (factors.k) {
+      t.k_scale = factors.k + item * s.capacity, t.v_scale = factors.v + item * s.capacity;
+      t.k_new_scale = factors.k_new + item * s.tokens, t.v_new_scale = factors.v_new + item * s.tokens;
+    }
     t.sinks = sinks ? sink_values.data() + h * group : nullptr;
     t.length = s.lengths[b], t.start = s.start(b), t.capacity = s.capacity, t.window = s.window;
     t.tokens = s.tokens, t.count = s.count(b);
@@ -254,7 +259,7 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
   // A worker takes several neighbours at a time: what it prefetches beyond the end of one is the start of its next one.
   int64_t jobs = items * parts, batch_of_jobs = std::clamp<int64_t>(jobs / (8 * threads), 1, 16);
 
-  on_threads(threads, [&](int worker) {
+  swa_team::each(threads, [&](int worker) {
     float* work = work_memory + worker * work_size;
     int64_t job = 0, end = 0;
     while (true) {
@@ -269,7 +274,9 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
       kernel.partial[dtype](&t, part, parts, first_state + part * state_size, work);
       if (parts > 1 && done[item].fetch_add(1, std::memory_order_acq_rel) + 1 < parts) continue;
       kernel.finish[dtype](&t, parts, first_state, state_size);
-      if (write) write_item(s, k_new, v_new, k_base, v_base, item);  // after every part has read the store
+      if (!write) continue;
+      write_item(s, k_new, v_new, k_base, v_base, item);  // after every part has read the store
+      factors.write(s, item);
     }
   });
   return true;
@@ -283,7 +290,7 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
 using AttendFn = Tensor(SWA_ATTEND_ARGS);
 using AppendFn = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, int64_t,
                       const Maybe&, const Maybe&, const Maybe&, const Maybe&, const Maybe&);
-using ViewFn = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, const Maybe&);
+using ViewFn = Tensor(const Tensor&, const Tensor&, const Tensor&, int64_t, int64_t, const Maybe&, const Maybe&);
 
 template <class F>
 c10::TypedOperatorHandle<F> twin(const char* name) {
@@ -292,9 +299,18 @@ c10::TypedOperatorHandle<F> twin(const char* name) {
 
 Tensor attend_impl(SWA_ATTEND_ARGS, bool write) {
   Tensor out;
-  if (!block_table && !k_scale && !v_scale && !valid) {
+  if (!block_table && !valid && !k_scale && !v_scale) {
     Shapes s(k_new, v_new, k_store, v_store, lengths, window, starts, new_lengths, write);
-    if (run_attend(q, k_new, v_new, k_store, v_store, s, scale, softcap, sinks, write, out)) return out;
+    if (run_attend(q, k_new, v_new, k_store, v_store, s, scale, softcap, sinks, write, {}, out)) return out;
+  }
+  swa_quant::Tokens k, v;
+  if (!block_table && !valid && k_scale && v_scale && q.dim() == 4 && q.size(1) * q.size(2) <= MAX_ROWS * k_store.size(1) &&
+      q.scalar_type() == k_new.scalar_type() && q.scalar_type() == v_new.scalar_type() &&
+      swa_quant::round_to(k_new, k_store, *k_scale, k) && swa_quant::round_to(v_new, v_store, *v_scale, v)) {
+    Shapes s(k.data, v.data, k_store, v_store, lengths, window, starts, new_lengths, write);
+    Factors factors(*k_scale, *v_scale, k, v);
+    if (run_attend(q.to(at::kFloat), k.data, v.data, k_store, v_store, s, scale, softcap, sinks, write, factors, out))
+      return out.to(q.scalar_type());
   }
   static auto read = twin<AttendFn>("swa_pass::_attend");
   static auto read_write = twin<AttendFn>("swa_pass::_attend_append");
@@ -316,15 +332,21 @@ Tensor attend_append(SWA_ATTEND_ARGS) {
 void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, const Tensor& v_store,
             const Tensor& lengths, int64_t window, const Maybe& new_lengths, const Maybe& block_table,
             const Maybe& k_scale, const Maybe& v_scale, const Maybe& valid) {
-  if (!block_table && !k_scale && !v_scale && !valid) {
-    Shapes s(k_new, v_new, k_store, v_store, lengths, window, std::nullopt, new_lengths, true);
+  swa_quant::Tokens rounded_k, rounded_v;
+  bool quantised = k_scale && v_scale && swa_quant::round_to(k_new, k_store, *k_scale, rounded_k) &&
+                   swa_quant::round_to(v_new, v_store, *v_scale, rounded_v);
+  if (!block_table && !valid && (quantised || (!k_scale && !v_scale))) {
+    const Tensor &fresh_k = quantised ? rounded_k.data : k_new, &fresh_v = quantised ? rounded_v.data : v_new;
+    Factors factors = quantised ? Factors(*k_scale, *v_scale, rounded_k, rounded_v) : Factors();
+    Shapes s(fresh_k, fresh_v, k_store, v_store, lengths, window, std::nullopt, new_lengths, true);
     if (s.good) {
       int64_t items = s.batch * s.kv_heads;
       char *k = static_cast<char*>(k_store.data_ptr()), *v = static_cast<char*>(v_store.data_ptr());
-      std::atomic<int64_t> next{0};
-      on_threads(threads_for(items * s.tokens * (s.dim + s.value_dim) * s.item_size()), [&](int) {
-        for (int64_t item; (item = next++) < items;) write_item(s, k_new, v_new, k, v, item);
-      });
+      swa_team::run(swa_team::size_for(items * s.tokens * (s.dim + s.value_dim) * s.item_size()), items,
+                    [&](int64_t item) {
+                      write_item(s, fresh_k, fresh_v, k, v, item);
+                      factors.write(s, item);
+                    });
       return;
     }
   }
@@ -334,33 +356,30 @@ void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, con
 
 // `starts` is a label for the graph pass (it becomes an argument of the fused attention); the view does not use it.
 Tensor view(const Tensor& store, const Tensor& fresh, const Tensor& lengths, int64_t window, int64_t layer,
-            const Maybe& starts) {
+            const Maybe& starts, const Maybe& scale) {
   Shapes s(fresh, fresh, store, store, lengths, window, std::nullopt, std::nullopt, false);
-  if (!s.good) {
+  if (!s.good || scale) {
     static auto fallback = twin<ViewFn>("swa_pass::_view");
-    return fallback.call(store, fresh, lengths, window, layer, starts);
+    return fallback.call(store, fresh, lengths, window, layer, starts, scale);
   }
   int64_t width = window > 0 ? window - 1 + s.tokens : s.capacity, items = s.batch * s.kv_heads;
   Tensor out = at::empty({s.batch, s.kv_heads, width, s.dim}, store.options());
   int64_t row = s.dim * s.item_size(), step = fresh.stride(2) * s.item_size();
   const char* base = static_cast<const char*>(store.const_data_ptr());
   char* to_base = static_cast<char*>(out.data_ptr());
-  std::atomic<int64_t> next{0};
-  on_threads(threads_for(items * width * row), [&](int) {
-    for (int64_t item; (item = next++) < items;) {
-      int64_t length = s.lengths[item / s.kv_heads];
-      int64_t position = window > 0 ? std::max<int64_t>(length - (window - 1), 0) : 0;
-      const char* from = base + item * s.capacity * row;
-      char *to = to_base + item * width * row, *end = to + width * row;
-      while (position < length) {
-        int64_t slot = s.slot(position), n = std::min(s.capacity - slot, length - position);
-        memcpy(to, from + slot * row, n * row);
-        to += n * row, position += n;
-      }
-      const char* p = at_row(fresh, item / s.kv_heads, item % s.kv_heads, s.item_size());
-      for (int64_t i = 0; i < s.tokens; i++, to += row) memcpy(to, p + i * step, row);
-      memset(to, 0, end - to);
+  swa_team::run(swa_team::size_for(items * width * row), items, [&](int64_t item) {
+    int64_t length = s.lengths[item / s.kv_heads];
+    int64_t position = window > 0 ? std::max<int64_t>(length - (window - 1), 0) : 0;
+    const char* from = base + item * s.capacity * row;
+    char *to = to_base + item * width * row, *end = to + width * row;
+    while (position < length) {
+      int64_t slot = s.slot(position), n = std::min(s.capacity - slot, length - position);
+      memcpy(to, from + slot * row, n * row);
+      to += n * row, position += n;
     }
+    const char* p = at_row(fresh, item / s.kv_heads, item % s.kv_heads, s.item_size());
+    for (int64_t i = 0; i < s.tokens; i++, to += row) memcpy(to, p + i * step, row);
+    memset(to, 0, end - to);
   });
   return out;
 }

@@ -3,7 +3,8 @@
 #pragma once
 #include <cstdint>
 
-enum SwaDtype { SWA_BF16 = 0, SWA_FP16 = 1, SWA_FP32 = 2, SWA_DTYPES = 3 };
+// Of the stores and the new tokens. Queries and results have the same, or float beside the one-byte types.
+enum SwaDtype { SWA_BF16 = 0, SWA_FP16 = 1, SWA_FP32 = 2, SWA_INT8 = 3, SWA_FP8 = 4, SWA_DTYPES = 5 };
 
 // One kv head of one row of the batch. Strides count elements; head_dim is contiguous everywhere.
 struct SwaTask {
@@ -14,6 +15,8 @@ struct SwaTask {
   int64_t k_token, v_token;
   void* k_store;  // k_store[slot * dim + d]
   void* v_store;  // v_store[slot * value_dim + d]
+  // One-byte types only: k_scale[slot], v_scale[slot], and those of the new tokens.
+  const float *k_scale, *v_scale, *k_new_scale, *v_new_scale;
   void* out;      // out[g * out_head + i * out_token + d]
   int64_t out_head, out_token;
   const float* sinks;  // one logit for each head of the group, or null

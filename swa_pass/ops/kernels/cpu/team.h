@@ -34,4 +34,22 @@ void run(int threads, int64_t jobs, const F& work) {
   GOMP_parallel(take_jobs, &team, 0, 0);
 }
 
+// `work(worker)` once on each of up to `threads` threads, worker = 0, 1, ...
+template <class F>
+void each(int threads, const F& work) {
+  if (threads <= 1 || !GOMP_parallel) return work(0);
+  struct Team {
+    const F* work;
+    int threads;
+    std::atomic<int> next{0};
+  } team{&work, threads};
+  GOMP_parallel(
+      [](void* data) {
+        Team* t = static_cast<Team*>(data);
+        int worker = t->next++;
+        if (worker < t->threads) (*t->work)(worker);
+      },
+      &team, 0, 0);
+}
+
 }  // namespace swa_team

@@ -109,8 +109,12 @@ SWA_INLINE void sums(const vf* a, float* out) {
 
 // Element types. load2 reads CHUNK elements into two vectors, in an order of its own: queries, keys, values and
 // results all go through it, so the order cancels. store2 is its inverse.
+//
+// IO is the type of queries and results; a SCALED type has one factor for each token (see ops/quant.py).
 struct Bf16 {
   typedef uint16_t T;
+  typedef Bf16 IO;
+  static constexpr bool SCALED = false;
   static SWA_INLINE void load2(const T* p, vf& even, vf& odd) {
     vu bits;
     memcpy(&bits, p, sizeof bits);
@@ -130,12 +134,16 @@ struct Bf16 {
 
 struct Fp32 {
   typedef float T;
+  typedef Fp32 IO;
+  static constexpr bool SCALED = false;
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = load(p); b = load(p + VL); }
   static SWA_INLINE void store2(T* p, vf a, vf b) { store(p, a); store(p + VL, b); }
 };
 
 struct Fp16 {
   typedef uint16_t T;
+  typedef Fp16 IO;
+  static constexpr bool SCALED = false;
 #if defined(__AVX512F__)
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) {
     a = (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
@@ -184,6 +192,44 @@ struct Fp16 {
     memcpy(p, &bits, sizeof bits);
   }
 #endif
+};
+
+struct Int8 {
+  typedef int8_t T;
+  typedef Fp32 IO;
+  static constexpr bool SCALED = true;
+  static SWA_INLINE vf widen(const T* p) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+#else
+    vi numbers;
+    for (int i = 0; i < VL; i++) numbers[i] = p[i];
+    return __builtin_convertvector(numbers, vf);
+#endif
+  }
+  static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
+};
+
+struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
+  typedef uint8_t T;
+  typedef Fp32 IO;
+  static constexpr bool SCALED = true;
+  static SWA_INLINE vf widen(const T* p) {
+    vu bits;
+#if defined(__AVX512F__)
+    bits = (vu)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+    bits = (vu)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+    for (int i = 0; i < VL; i++) bits[i] = p[i];
+#endif
+    // A float's exponent has bias 127; 2^120 makes up for it, denormals included. (NaN cannot occur: scales carry it.)
+    vf magnitude = as_float((bits & 0x7fu) << 20) * 1.329227995784916e36f;
+    return as_float((vu)magnitude | ((bits & 0x80u) << 24));
+  }
+  static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
 };
 
 // The last chunk of a row whose head_dim is no multiple of CHUNK: `n` elements, zeros after them.
