@@ -81,7 +81,9 @@ def test_it_keeps_what_is_needed_and_no_more(family):
     poison(cache, float("nan"))
     read_on = token_ids(5 * W, seed=1)
     continued(pair, cache, read_on)
-    assert all(torch.equal(a, state.keys.data) for a, state in zip(before, snapshot.layers.values())), "no copy was made"
+    assert all(torch.equal(a, state.keys.data) for a, state in zip(before, snapshot.layers.values())), (
+        "no copy was made"
+    )
 
 
 @by_family
