@@ -15,6 +15,7 @@ import torch
 from .cache import DEFAULT_SLACK, HybridCache
 from .capture import discover, first_line
 from .compat import cache_argument
+from .hooks import forward_slot
 from .log import logger, say_once
 from .notes import contradictions
 from .ops.build import find_compiler
@@ -24,7 +25,7 @@ from .runtime import Runtime, inner_compiler
 from .spec import LayerSpec, Report
 
 _KEY = "_swa_pass"
-_HOOKS = ("forward", "_prepare_cache_for_generation")
+_HOOKS = ("_prepare_cache_for_generation",)
 
 
 def apply(
@@ -59,7 +60,7 @@ def apply(
         return model
     runtime = Runtime(model, resolve_backends(backend), strict, slack, decode_linear)
     model.__dict__[_KEY] = runtime
-    model.forward = MethodType(_wrapped_forward(type(model).forward), model)
+    setattr(model, forward_slot(model), MethodType(_wrapped_forward(type(model).forward), model))
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = MethodType(_prepare_cache_for_generation, model)
     return model
@@ -69,10 +70,11 @@ def revert(model: Any) -> Any:
     """The stock model again. Graphs and caches are dropped."""
     runtime = model.__dict__.pop(_KEY, None)
     if runtime is not None:
-        for name in _HOOKS:
+        slot = forward_slot(model)  # accelerate may have put a hook around ours, or taken one off
+        for name in (slot, *_HOOKS):
             model.__dict__.pop(name, None)
-        if getattr(runtime.stock, "__func__", None) is not type(model).forward:
-            model.forward = runtime.stock  # somebody else's hook was there before us
+        if slot != "forward" or getattr(runtime.stock, "__func__", None) is not type(model).forward:
+            setattr(model, slot, runtime.stock)  # somebody else's forward was there before us
     return model
 
 
@@ -148,7 +150,9 @@ def runtime_of(model: Any) -> Runtime | None:
 def _wrapped_forward(stock: Any) -> Any:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEY](args, kwargs)
+        runtime = self.__dict__.get(_KEY)
+        # Without a runtime: reverted, but somebody's wrapper still calls us.
+        return stock(self, *args, **kwargs) if runtime is None else runtime(args, kwargs)
 
     return forward
 

@@ -25,6 +25,7 @@ from torch import Tensor
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
 from .compat import CACHE_NAMES, cache_argument, state_layers
+from .hooks import forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, rewrite_graph
 from .pieces import compile_in_pieces
@@ -59,12 +60,13 @@ class NeedsTimeOrder(Exception):
 class Proof:
     """What is known about a model in one dtype, device, attention implementation and autocast.
 
-    failure: why nothing is (empty: `specs` says it all).  owner: see `owner_of`.
+    failure: why nothing is (empty: `specs` says it all).  owner: see `owner_of`.  hooked: see `hooks`.
     """
 
     specs: tuple[LayerSpec, ...]
     failure: str
     owner: str
+    hooked: bool
 
 
 class Runtime:
@@ -78,7 +80,7 @@ class Runtime:
         self.strict = strict
         self.slack = slack
         self.decode_linear = decode_linear
-        self.stock: Callable[..., Any] = model.forward
+        self.stock: Callable[..., Any] = getattr(model, forward_slot(model))
         self.parameters = list(inspect.signature(self.stock).parameters)
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
         self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
@@ -106,16 +108,19 @@ class Runtime:
         """Made at the first call, and once more for every other dtype, device, attention implementation or autocast
         (which may leave keys in float32 and values not)."""
         parameter = next(self.model.parameters())
-        kind = parameter.device.type
+        kind = parameter.device.type if parameter.device.type != "meta" else "cpu"  # meta: offloaded by accelerate
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None), autocast)
         if state not in self._proofs:
+            specs: tuple[LayerSpec, ...] = ()
+            has_hooks, failure = hooked(self.model), ""
             try:
-                proof = Proof(discover(self.model, self.stock), "", owner_of(self.model))
+                traced = unhooked_twin(self.model, self.stock, self) if has_hooks else (self.model, self.stock)
+                specs = discover(*traced)
             except CaptureError as error:
-                proof = Proof((), str(error), owner_of(self.model))
-            self._proofs[state] = proof
-            self._announce(proof)
+                failure = str(error)
+            self._proofs[state] = Proof(specs, failure, owner_of(self.model), has_hooks)
+            self._announce(self._proofs[state])
         return self._proofs[state]
 
     @property
@@ -146,6 +151,11 @@ class Runtime:
         else:
             rings = sum(s.action == "rewritten" for s in specs)
             logger.info("swa_pass: %d of %d layers slide and run on rings", rings, len(specs))
+            if proof.hooked:
+                logger.warning(
+                    "swa_pass: accelerate's hooks are on this model's submodules, so it runs eager, on rings. "
+                    "A model on one device without offloading needs no hooks and is compiled."
+                )
 
     # ------------------------------------------------------------------ a call
 
@@ -222,6 +232,8 @@ class Runtime:
         return None if self.active else ""
 
     def _compilable(self, kwargs: dict[str, Any]) -> bool:
+        if self.proof.hooked:
+            return False
         extra = {k for k, v in kwargs.items() if k not in _COMPILED_ARGUMENTS and v is not None and v is not False}
         return not extra and not getattr(self.model.config, "output_attentions", False)
 
