@@ -1,9 +1,12 @@
-"""Models whose submodules carry accelerate's hooks: a device_map over several devices, or weights that are offloaded.
+"""Hooks on submodules: functions of others that run in the middle of a forward. Such a model runs eager, on rings.
 
-accelerate puts a function in place of a module's `forward` and keeps the old one as `_old_forward`. The function moves
-inputs to the module's device, and offloaded weights in and out; Dynamo is told not to look into it. So such a model
-has no graph: its attention is proven on a twin without hooks and weights, and it runs eager on a HybridCache, every
-ring on its layer's device.
+torch's own hooks (`register_forward_hook`) could be traced, but Dynamo does not notice one that comes or goes after a
+graph was made, and compiles again for every element that one appends to a list. `Watch` notices.
+
+accelerate's come with a device_map over several devices, or with offloaded weights. accelerate puts a function in place
+of a module's `forward` and keeps the old one as `_old_forward`. The function moves inputs to the module's device, and
+weights in and out; Dynamo is told not to look into it. So attention is proven on a twin without hooks and weights, and
+every ring is on its layer's device.
 
 A hook on the model itself is another matter: it stays outside, around our forward, and nothing changes for it.
 """
@@ -15,6 +18,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules import module as nn_module
+from torch.utils.hooks import RemovableHandle
 
 
 def forward_slot(model: Any) -> str:
@@ -46,3 +51,26 @@ def unhooked_twin(model: Any, forward: Any, ours: Any) -> tuple[Any, Any]:
             module.forward = module.__dict__.pop("_old_forward")
             module.__dict__.pop("_hf_hook")
     return twin, copy.deepcopy(forward, memo)
+
+
+class Watch:
+    """Knows whether a submodule has a forward hook now, without looking at all of them at every call."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._registered = -1
+        self._suspects: list[nn.Module] = []
+
+    def sees(self) -> bool:
+        if nn_module._global_forward_hooks or nn_module._global_forward_pre_hooks:
+            return True
+        if self._registered != RemovableHandle.next_id:  # some hook was registered somewhere since
+            self._registered = RemovableHandle.next_id
+            self._suspects = [module for module in self.model.modules() if module is not self.model and _has(module)]
+        return any(map(_has, self._suspects))
+
+
+def _has(module: nn.Module) -> bool:
+    hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    # Those by which transformers records hidden states are made to be traced.
+    return any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks)

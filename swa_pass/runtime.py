@@ -24,8 +24,8 @@ from torch import Tensor
 
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument, state_layers
-from .hooks import forward_slot, hooked, unhooked_twin
+from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers
+from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, rewrite_graph
 from .pieces import compile_in_pieces
@@ -39,6 +39,7 @@ _COMPILED_ARGUMENTS = {
     "attention_mask",
     "use_cache",
     "logits_to_keep",
+    "output_hidden_states",
     "return_dict",
     *CACHE_NAMES,
 }
@@ -85,6 +86,7 @@ class Runtime:
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
         self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
         self.compiled_calls = 0
+        self.watch = Watch(model)
         self._proofs: dict[Hashable, Proof] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -94,6 +96,7 @@ class Runtime:
         model = copy.deepcopy(self.model, memo)
         vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0)
         twin.steps = {kind: Step(twin, kind) for kind in self.steps}
+        twin.watch = Watch(model)
         twin._proofs = {}
         return twin
 
@@ -185,6 +188,8 @@ class Runtime:
             raise RuntimeError(
                 "this cache is in use by another call, in another thread. Each thread needs a cache of its own."
             )
+        if kwargs.get("output_hidden_states") or getattr(self.model.config, "output_hidden_states", False):
+            ready_for_hidden_states(self.model)
         cache.prepare(self.specs, batch, new, starts)
         _padded.set(starts is not None)
         try:
@@ -205,9 +210,11 @@ class Runtime:
         return output
 
     def _cache_of(self, kwargs: dict[str, Any]) -> Any:
-        for name in CACHE_NAMES:
-            if kwargs.get(name) is not None:
-                kwargs[self.cache_name] = kwargs.pop(name)
+        given = [kwargs.pop(name) for name in CACHE_NAMES if kwargs.get(name) is not None]
+        if len(given) > 1:
+            say_once(self.model, "swa_pass: `cache` and `past_key_values` were given; the first is used, as in stock")
+        if given:
+            kwargs[self.cache_name] = given[0]
         return kwargs.get(self.cache_name)
 
     def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
@@ -233,6 +240,9 @@ class Runtime:
 
     def _compilable(self, kwargs: dict[str, Any]) -> bool:
         if self.proof.hooked:
+            return False
+        if self.watch.sees():
+            say_once(self.model, "swa_pass: while submodules have forward hooks, the model runs eager, on rings")
             return False
         extra = {k for k, v in kwargs.items() if k not in _COMPILED_ARGUMENTS and v is not None and v is not False}
         return not extra and not getattr(self.model.config, "output_attentions", False)
