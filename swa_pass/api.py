@@ -171,11 +171,28 @@ def _prepare_cache_for_generation(
     max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
     ours = model_kwargs.get(key)
     if given and isinstance(ours, HybridCache):
+        _check_something_new(ours, model_kwargs, generation_config)
         ours.clock.hint = max_length  # it goes on to this length: grow once
     if given or chosen is not None or generation_config.use_cache is False or self.training or not runtime.active:
         return original(self, generation_config, model_kwargs, *args, **kwargs)
     model_kwargs[key] = runtime.make_cache(hint=max_length)
     return None
+
+
+def _check_something_new(cache: HybridCache, model_kwargs: dict[str, Any], generation_config: Any) -> None:
+    """When the cache holds all of a prompt, stock reads the prompt once more, behind itself: no text of the caller's.
+
+    `generate` does not say here how long the prompt is; it has added that to max_length, and dropped a mask of ones.
+    """
+    mask, new = model_kwargs.get("attention_mask"), generation_config.max_new_tokens
+    if model_kwargs.get("inputs_embeds") is not None or (mask is None and new is None):
+        return
+    prompt = generation_config.max_length - new if mask is None else mask.shape[-1]
+    if 0 < prompt <= cache.seen:
+        raise ValueError(
+            f"the cache holds {cache.seen} tokens already and the prompt has {prompt}, so there is nothing new to "
+            "read. Give the whole text, with at least one token more, or crop the cache, or use a new one."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -62,7 +62,7 @@ def test_a_cache_by_hand_keeps_float32_keys_and_bfloat16_values():
 def test_a_cache_of_another_dtype_is_an_error(new):
     """A model that became bfloat16, and the cache it filled before: refused by name, and the cache is as it was."""
     model = swa_pass.apply(tiny("mistral"), backend="eager")
-    ids, weights = token_ids(2 * W), copy.deepcopy(model.state_dict())
+    ids = token_ids(2 * W)
     with torch.no_grad():
         cache = output_cache(model(ids, use_cache=True))
         keys = [layer.keys.clone() for layer in cache.stores]
@@ -71,8 +71,8 @@ def test_a_cache_of_another_dtype_is_an_error(new):
             model(ids[:, :new], **{runtime_of(model).cache_name: cache})
         assert cache.get_seq_length() == 2 * W
         assert all(torch.equal(layer.keys, kept) for layer, kept in zip(cache.stores, keys, strict=True))
-        model.float().load_state_dict(weights)
-        more = model(ids[:, :new], **{runtime_of(model).cache_name: cache}).logits
+        again = swa_pass.apply(tiny("mistral"), backend="eager")  # float() would not bring the rounded bits back
+        more = again(ids[:, :new], **{runtime_of(again).cache_name: cache}).logits
     twice = torch.cat([ids, ids[:, :new]], 1)
     assert distance(more, full_logits(tiny("mistral"), twice)[:, -new:]) < TOLERANCE
 
