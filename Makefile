@@ -42,6 +42,10 @@ $(VENV)/.ready: $(VENV)/.torch pyproject.toml setup.py constraints.txt
 	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[dev,demo]"
 	@touch $@
 
+$(VENV)/.tests: $(VENV)/.ready
+	$(BIN)/python -m pip install $(PIP_FLAGS) -c constraints.txt -e ".[torchao]"
+	@touch $@
+
 $(VENV_OLDEST)/.torch:
 	$(call new_venv,$(VENV_OLDEST))
 	@touch $@
@@ -59,10 +63,10 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: lint
+test: lint $(VENV)/.tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-test-all: lint
+test-all: lint $(VENV)/.tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m ""
 
 test-transformers-5.17: $(VENV_OLDEST)/.ready

@@ -16,6 +16,7 @@ from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
 from .capture import discover, first_line
 from .compat import cache_argument
+from .hooks import forward_slot
 from .log import logger, say_once
 from .notes import contradictions
 from .ops.build import find_compiler
@@ -25,7 +26,7 @@ from .runtime import Runtime, inner_compiler
 from .spec import LayerSpec, Report
 
 _KEY = "_swa_pass"
-_HOOKS = ("forward", "_prepare_cache_for_generation")
+_HOOKS = ("_prepare_cache_for_generation",)
 
 
 def apply(
@@ -69,7 +70,7 @@ def apply(
         return model
     runtime = Runtime(model, resolve_backends(backend), strict, slack, decode_linear, store_dtype)
     model.__dict__[_KEY] = runtime
-    model.forward = MethodType(_wrapped_forward(type(model).forward), model)
+    setattr(model, forward_slot(model), MethodType(_wrapped_forward(type(model).forward), model))
     if hasattr(model, "_prepare_cache_for_generation"):
         model._prepare_cache_for_generation = MethodType(_prepare_cache_for_generation, model)
     return model
@@ -79,10 +80,11 @@ def revert(model: Any) -> Any:
     """The stock model again. Graphs and caches are dropped."""
     runtime = model.__dict__.pop(_KEY, None)
     if runtime is not None:
-        for name in _HOOKS:
+        slot = forward_slot(model)  # accelerate may have put a hook around ours, or taken one off
+        for name in (slot, *_HOOKS):
             model.__dict__.pop(name, None)
-        if getattr(runtime.stock, "__func__", None) is not type(model).forward:
-            model.forward = runtime.stock  # somebody else's hook was there before us
+        if slot != "forward" or getattr(runtime.stock, "__func__", None) is not type(model).forward:
+            setattr(model, slot, runtime.stock)  # somebody else's forward was there before us
     return model
 
 
@@ -158,7 +160,9 @@ def runtime_of(model: Any) -> Runtime | None:
 def _wrapped_forward(stock: Any) -> Any:
     @functools.wraps(stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return self.__dict__[_KEY](args, kwargs)
+        runtime = self.__dict__.get(_KEY)
+        # Without a runtime: reverted, but somebody's wrapper still calls us.
+        return stock(self, *args, **kwargs) if runtime is None else runtime(args, kwargs)
 
     return forward
 
@@ -177,11 +181,28 @@ def _prepare_cache_for_generation(
     max_length = kwargs.get("max_cache_length", args[-1] if args and isinstance(args[-1], int) else 0)
     ours = model_kwargs.get(key)
     if given and isinstance(ours, HybridCache):
+        _check_something_new(ours, model_kwargs, generation_config)
         ours.clock.hint = max_length  # it goes on to this length: grow once
     if given or chosen is not None or generation_config.use_cache is False or self.training or not runtime.active:
         return original(self, generation_config, model_kwargs, *args, **kwargs)
     model_kwargs[key] = runtime.make_cache(hint=max_length)
     return None
+
+
+def _check_something_new(cache: HybridCache, model_kwargs: dict[str, Any], generation_config: Any) -> None:
+    """When the cache holds all of a prompt, stock reads the prompt once more, behind itself: no text of the caller's.
+
+    `generate` does not say here how long the prompt is; it has added that to max_length, and dropped a mask of ones.
+    """
+    mask, new = model_kwargs.get("attention_mask"), generation_config.max_new_tokens
+    if model_kwargs.get("inputs_embeds") is not None or (mask is None and new is None):
+        return
+    prompt = generation_config.max_length - new if mask is None else mask.shape[-1]
+    if 0 < prompt <= cache.seen:
+        raise ValueError(
+            f"the cache holds {cache.seen} tokens already and the prompt has {prompt}, so there is nothing new to "
+            "read. Give the whole text, with at least one token more, or crop the cache, or use a new one."
+        )
 
 
 # ------------------------------------------------------------------------------------------------ checks

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
 import transformers
@@ -76,6 +77,25 @@ def output_cache(output: Any) -> Any:
     return None
 
 
+def ready_for_hidden_states(model: Any) -> None:
+    """Lets transformers put its recording hooks on the model now: the first call that asks for hidden states does that
+    under a lock, which Dynamo cannot trace."""
+    capturing = sys.modules.get("transformers.utils.output_capturing")
+    for module in model.modules() if capturing is not None else ():
+        if not getattr(module, "_output_capturing_hooks_installed", False) and _records(type(module), capturing):
+            capturing.maybe_install_capturing_hooks(module)  # type: ignore[union-attr]
+
+
+def _records(kind: type, capturing: Any) -> bool:
+    """Whether this class's forward is one that collects hidden states: wrapped by a decorator of that module."""
+    forward = getattr(kind, "forward", None)
+    while forward is not None:
+        if getattr(forward, "__globals__", None) is vars(capturing):
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
 __all__ = [
     "CACHE_NAMES",
     "TRANSFORMERS",
@@ -85,6 +105,7 @@ __all__ = [
     "generate_cache_key",
     "mixed_layers",
     "output_cache",
+    "ready_for_hidden_states",
     "state_layers",
     "stock_windows",
 ]

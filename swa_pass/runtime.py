@@ -24,7 +24,8 @@ from torch import Tensor
 
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument, state_layers
+from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers
+from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, rewrite_graph
 from .pieces import compile_in_pieces
@@ -38,6 +39,7 @@ _COMPILED_ARGUMENTS = {
     "attention_mask",
     "use_cache",
     "logits_to_keep",
+    "output_hidden_states",
     "return_dict",
     *CACHE_NAMES,
 }
@@ -59,12 +61,13 @@ class NeedsTimeOrder(Exception):
 class Proof:
     """What is known about a model in one dtype, device, attention implementation and autocast.
 
-    failure: why nothing is (empty: `specs` says it all).  owner: see `owner_of`.
+    failure: why nothing is (empty: `specs` says it all).  owner: see `owner_of`.  hooked: see `hooks`.
     """
 
     specs: tuple[LayerSpec, ...]
     failure: str
     owner: str
+    hooked: bool
 
 
 class Runtime:
@@ -85,11 +88,12 @@ class Runtime:
         self.slack = slack
         self.decode_linear = decode_linear
         self.kv_dtype = kv_dtype
-        self.stock: Callable[..., Any] = model.forward
+        self.stock: Callable[..., Any] = getattr(model, forward_slot(model))
         self.parameters = list(inspect.signature(self.stock).parameters)
         self.cache_name = cache_argument(self.stock) or CACHE_NAMES[0]
         self.steps = {kind: Step(self, kind) for kind in ("prefill", "decode")}
         self.compiled_calls = 0
+        self.watch = Watch(model)
         self._proofs: dict[Hashable, Proof] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
@@ -99,6 +103,7 @@ class Runtime:
         model = copy.deepcopy(self.model, memo)
         vars(twin).update(vars(self), model=model, stock=copy.deepcopy(self.stock, memo), compiled_calls=0)
         twin.steps = {kind: Step(twin, kind) for kind in self.steps}
+        twin.watch = Watch(model)
         twin._proofs = {}
         return twin
 
@@ -113,16 +118,19 @@ class Runtime:
         """Made at the first call, and once more for every other dtype, device, attention implementation or autocast
         (which may leave keys in float32 and values not)."""
         parameter = next(self.model.parameters())
-        kind = parameter.device.type
+        kind = parameter.device.type if parameter.device.type != "meta" else "cpu"  # meta: offloaded by accelerate
         autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
         state = (parameter.dtype, parameter.device, getattr(self.model.config, "_attn_implementation", None), autocast)
         if state not in self._proofs:
+            specs: tuple[LayerSpec, ...] = ()
+            has_hooks, failure = hooked(self.model), ""
             try:
-                proof = Proof(discover(self.model, self.stock), "", owner_of(self.model))
+                traced = unhooked_twin(self.model, self.stock, self) if has_hooks else (self.model, self.stock)
+                specs = discover(*traced)
             except CaptureError as error:
-                proof = Proof((), str(error), owner_of(self.model))
-            self._proofs[state] = proof
-            self._announce(proof)
+                failure = str(error)
+            self._proofs[state] = Proof(specs, failure, owner_of(self.model), has_hooks)
+            self._announce(self._proofs[state])
         return self._proofs[state]
 
     @property
@@ -153,6 +161,11 @@ class Runtime:
         else:
             rings = sum(s.action == "rewritten" for s in specs)
             logger.info("swa_pass: %d of %d layers slide and run on rings", rings, len(specs))
+            if proof.hooked:
+                logger.warning(
+                    "swa_pass: accelerate's hooks are on this model's submodules, so it runs eager, on rings. "
+                    "A model on one device without offloading needs no hooks and is compiled."
+                )
 
     # ------------------------------------------------------------------ a call
 
@@ -182,6 +195,8 @@ class Runtime:
             raise RuntimeError(
                 "this cache is in use by another call, in another thread. Each thread needs a cache of its own."
             )
+        if kwargs.get("output_hidden_states") or getattr(self.model.config, "output_hidden_states", False):
+            ready_for_hidden_states(self.model)
         cache.prepare(self.specs, batch, new, starts)
         _padded.set(starts is not None)
         try:
@@ -202,9 +217,11 @@ class Runtime:
         return output
 
     def _cache_of(self, kwargs: dict[str, Any]) -> Any:
-        for name in CACHE_NAMES:
-            if kwargs.get(name) is not None:
-                kwargs[self.cache_name] = kwargs.pop(name)
+        given = [kwargs.pop(name) for name in CACHE_NAMES if kwargs.get(name) is not None]
+        if len(given) > 1:
+            say_once(self.model, "swa_pass: `cache` and `past_key_values` were given; the first is used, as in stock")
+        if given:
+            kwargs[self.cache_name] = given[0]
         return kwargs.get(self.cache_name)
 
     def _why_stock(self, kwargs: dict[str, Any]) -> str | None:
@@ -229,6 +246,11 @@ class Runtime:
         return None if self.active else ""
 
     def _compilable(self, kwargs: dict[str, Any]) -> bool:
+        if self.proof.hooked:
+            return False
+        if self.watch.sees():
+            say_once(self.model, "swa_pass: while submodules have forward hooks, the model runs eager, on rings")
+            return False
         extra = {k for k, v in kwargs.items() if k not in _COMPILED_ARGUMENTS and v is not None and v is not False}
         return not extra and not getattr(self.model.config, "output_attentions", False)
 

@@ -219,7 +219,7 @@ def test_output_logits(family):
 
 
 def test_hidden_states(family):
-    """Stock values; and a call that cannot be compiled must not take the fast path from the calls that can."""
+    """Stock values, and calls of several forms do not take the fast path from one another."""
     pair, ids = make_pair(family), token_ids(2 * W)
     with torch.no_grad():
         hidden = pair.model(ids, output_hidden_states=True).hidden_states

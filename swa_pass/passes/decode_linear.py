@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.fx import GraphModule, Node
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..graph import argument, example
 
@@ -41,5 +42,7 @@ def _fits(x: Node, weight: Node, bias: Node | None) -> bool:
     values = [example(node) for node in (x, weight, bias) if node is not None]
     if not all(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in values):
         return False
+    if any(is_traceable_wrapper_subclass(value) for value in values):
+        return False  # quantised weights say they are bfloat16, and know their own linear
     dtype = values[1].dtype
     return values[1].ndim == 2 and dtype in _DTYPES and all(value.dtype == dtype for value in values)
