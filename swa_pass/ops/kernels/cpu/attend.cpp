@@ -145,7 +145,7 @@ static SWA_INLINE void value_rows(const typename E::T* v, int64_t v_stride, int6
 #define SWA_FOR_ROW_TILES(r0, r1, F)                                     \
   for (int64_t r = r0; r < r1; r += 4) {                                 \
     int64_t left = r1 - r;                                               \
-    if (r == r0) {                                                       \
+    if (AGAIN || r == r0) {                                              \
       if (left >= 4) F(4, true); else if (left == 3) F(3, true);         \
       else if (left == 2) F(2, true); else F(1, true);                   \
     } else {                                                             \
@@ -158,6 +158,8 @@ template <class E>
 struct Attention {
   typedef typename E::T T;
   typedef typename E::IO IO;
+  // Whether later tiles prefetch too. It costs little, and for the less common cases it halves the loops to compile.
+  static constexpr bool AGAIN = E::SCALED || VL < 16;
   const SwaTask& t;
   State s;
   float *q, *scores;  // scratch: queries in float (chunks, rows, CHUNK), scores of one block (rows, BLOCK_STRIDE)
@@ -221,7 +223,7 @@ struct Attention {
     for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) value_block(r0, r1, block[i], at);
   }
 
-  void score_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
+  __attribute__((noinline)) void score_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
     int64_t q_step = s.rows * CHUNK;
     for (int64_t j = 0; j < run.n; j += KEYS) {
       int64_t m = min64(KEYS, run.n - j);
@@ -275,7 +277,7 @@ struct Attention {
     s.total[row] += sum_of(total);
   }
 
-  void value_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
+  __attribute__((noinline)) void value_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
     for (int64_t j = 0; j < run.n; j += KEYS) {
       int64_t m = min64(KEYS, run.n - j);
       if (E::SCALED) scale_columns(r0, r1, at + j, run.v_scale + j, m);
