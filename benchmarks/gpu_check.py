@@ -5,7 +5,7 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_check.py --device cpu    # a rehearsal: tiny, no CUDA graph
 
 1. Numbers: attend_append against the reference in float64, over dtypes, head_dims, groups, windows, softcap, sinks,
-   left padding and prefill, and what it wrote, bit by bit.
+   left padding and prefill, and what it wrote, bit by bit; int8 and float8 stores for one of them.
 2. A CUDA graph of one decode step, replayed across the wrap of a ring, against eager calls.
 3. A tiny Mistral and a tiny Gemma 2 (softcap) with random weights in float32: greedy tokens of `generate` after
    `swa_pass.apply`, past five windows and with left padding, against the stock model.
@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, MistralConfig
 
 import swa_pass
 from swa_pass import ops
-from swa_pass.ops import reference, triton_ops
+from swa_pass.ops import quant, reference, triton_ops
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 ROWS = ("paged", "ring-sdpa", "flex", "ours")
@@ -86,6 +86,31 @@ def numbers(device: str, tiny: bool) -> tuple[int, float]:
             )
         worst, cases = max(worst, error), cases + 1
     return cases, worst
+
+
+def quantised(device: str) -> int:
+    """The same for int8 and float8 stores: close to the reference on what they read back as. Returns the cases."""
+    cases = 0
+    call = triton_ops.attend_append if device == "cpu" else ops.attend_append
+    for store, window, tokens in itertools.product(quant.LARGEST, (0, 128), (1, 40)):
+        torch.manual_seed(cases)
+        arguments, options = step(device, torch.bfloat16, 64, 4, window, tokens, True)
+        q, k_new, v_new, k_store, v_store, lengths, starts = arguments
+        (k, k_scale), (v, v_scale) = quant.quantise(k_store, store), quant.quantise(v_store, store)
+        plain = [q, *(quant.rounded(t, store) for t in (k_new, v_new))]
+        plain += [quant.dequantise(*pair, torch.float64) for pair in ((k, k_scale), (v, v_scale))]
+        on_host = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+        want = reference.attend(*(t.cpu() for t in (*plain, lengths, starts)), **on_host)
+        fresh = quant.quantise(k_new, store)[1].cpu()
+        got = call(q, k_new, v_new, k, v, lengths, starts, **options, k_scale=k_scale, v_scale=v_scale).cpu()
+        error = (got.double() - want.double()).abs().max().item() / TOLERANCE[torch.bfloat16]
+        slots = torch.arange(int(lengths[0]), int(lengths[0]) + tokens) % k.shape[2]
+        if not error <= 1 or not torch.equal(k_scale[0, :, slots.to(device)].cpu(), fresh[0]):
+            sys.exit(
+                f"WRONG: stores of {store}, window {window}, {tokens} new tokens: error {error:.2f} of the allowed"
+            )
+        cases += 1
+    return cases
 
 
 def graph_replay(device: str) -> int:
@@ -204,6 +229,7 @@ def main() -> None:
     device_name = "cpu (a rehearsal)" if tiny else torch.cuda.get_device_name()
     console.print(f"{device_name}, torch {torch.__version__}, triton {triton.__version__}", highlight=False)
     cases, worst = numbers(given.device, tiny)
+    cases += quantised(given.device)
     console.print(f"Numbers: {cases} cases right, largest error {worst:.2f} of what is allowed", highlight=False)
     if not tiny:
         console.print(f"CUDA graph: {graph_replay(given.device)} replayed steps equal eager ones", highlight=False)

@@ -28,19 +28,27 @@ CASES = [
     ("fp16", 80, 80, 1, 300, 1, 512),
     ("fp32", 256, 256, 4, 1, 8, 512),
     ("fp32", 256, 256, 4, 300, 1, 0),
+    ("int8", 256, 256, 2, 1, 1, 512),
+    ("int8", 128, 128, 4, 300, 1, 0),
+    ("float8", 64, 64, 8, 1, 4, 512),
 ]
 MOST_SHARED = 99 << 10  # bytes that one program may ask for on sm_86 and sm_89; more elsewhere
 
 
 def signature(fn: object, constants: dict[str, object], dtype: str) -> dict[str, str]:
-    """Types of the arguments, by their names."""
-    pointers = ("q", "k_new", "v_new", "k_store", "v_store", "out", "sinks")
+    """Types of the arguments, by their names. Beside one-byte stores the model is bf16."""
+    stores = ("k_new", "v_new", "k_store", "v_store")
+    scaled = dtype in ("int8", "float8")
     types = {}
     for name in fn.arg_names:  # type: ignore[attr-defined]
         if name in constants:
             types[name] = "constexpr"
-        elif name in pointers:
-            types[name] = f"*{dtype}"
+        elif name in stores:
+            types[name] = "*i8" if scaled else f"*{dtype}"
+        elif name in ("q", "out", "sinks"):
+            types[name] = "*bf16" if scaled else f"*{dtype}"
+        elif name.endswith("_scale"):
+            types[name] = "*fp32" if scaled else "*i64"  # lengths, for want of scales
         elif name in ("scale", "softcap"):
             types[name] = "fp32"
         else:
@@ -57,7 +65,8 @@ def main() -> None:
         constants: dict[str, object] = {
             "GROUP": group, "DIM": dim, "VALUE_DIM": value_dim, "WINDOW": window, "HAS_STARTS": optional,
             "HAS_COUNTS": optional, "HAS_SINKS": optional, "CAPPED": optional, "WRITE": queries == 1, "FLOAT": False,
-            "SPLITS": splits, "BLOCK_Q": max(1, rows // group), "BLOCK_M": rows,
+            "SPLITS": splits, "SCALED": dtype in ("int8", "float8"), "FP8": dtype == "float8",
+            "BLOCK_Q": max(1, rows // group), "BLOCK_M": rows,
             "BLOCK_N": launch.keys_of_block(dim, size),
             "BLOCK_D": launch.power_of_two(dim), "BLOCK_DV": launch.power_of_two(value_dim),
         }  # fmt: skip

@@ -39,7 +39,7 @@ def refuse_unsupported(op: str, **given: Tensor | None) -> None:
 
 
 def check_scales(op: str, stores: dict[str, tuple[Tensor, Tensor | None, Tensor]]) -> None:
-    """Quantised stores: by name, (the store, its scales, the new tokens)."""
+    """What only quantised stores have: by name, (the store, its scales, the new tokens)."""
     for name, (store, scale, new) in stores.items():
         about = f"{name} {shape(store)} of {store.dtype}"
         if store.dtype not in LARGEST:
@@ -70,10 +70,14 @@ def check_static(
     starts: Tensor | None = None,
     sinks: Tensor | None = None,
     new_lengths: Tensor | None = None,
-    dtypes: tuple[torch.dtype, ...] = STORE_DTYPES,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> None:
     """Shapes, dtypes, devices and layouts: everything that can be checked without reading data."""
-    if k_store.dtype in LARGEST and k_store.dtype not in dtypes:
+    quantised = k_scale is not None or v_scale is not None
+    if quantised:
+        check_scales(op, {"k_store": (k_store, k_scale, k_new), "v_store": (v_store, v_scale, v_new)})
+    elif k_store.dtype in LARGEST:
         _fail(op, f"stores of {k_store.dtype} need their scales: pass k_scale and v_scale")
     named = {"k_new": k_new, "v_new": v_new, "k_store": k_store, "v_store": v_store}
     if q is not None:
@@ -81,16 +85,17 @@ def check_static(
     for name, t in named.items():
         if t.dim() != 4:
             _fail(op, f"{name} must have 4 dimensions (batch, heads, tokens, head_dim); it has shape {shape(t)}")
-        if t.dtype != k_store.dtype:
+        like = "k_new" if quantised and name != "v_store" else "k_store"
+        if t.dtype != named[like].dtype and name != "k_store":
             _fail(
                 op,
-                f"{name} is {t.dtype} and k_store is {k_store.dtype}; all of q, k, v and the stores must have one "
-                f"dtype: create the stores in the model's dtype, or cast {name}",
+                f"{name} is {t.dtype} and {like} is {named[like].dtype}; all of q, k, v and the stores must have one "
+                f"dtype (quantised stores one of their own): create the stores in the model's dtype, or cast {name}",
             )
         if t.device != k_store.device:
             _fail(op, f"{name} is on {t.device} and k_store is on {k_store.device}; move them to one device")
-    if k_store.dtype not in dtypes:
-        _fail(op, f"stores of {k_store.dtype} are not supported; use one of {', '.join(map(str, dtypes))}")
+    if k_store.dtype not in STORE_DTYPES and not quantised:
+        _fail(op, f"stores of {k_store.dtype} are not supported; use one of {', '.join(map(str, STORE_DTYPES))}")
     batch, kv_heads, tokens, head_dim = k_new.shape
     capacity = k_store.shape[2]
     if v_new.shape[:3] != k_new.shape[:3]:

@@ -111,7 +111,10 @@ def attend(
     """Attention of the new tokens over the store as it was before this step, and over one another."""
     checks.refuse_unsupported(_op, block_table=block_table, valid=valid)
     if k_scale is not None or v_scale is not None:
-        checks.check_scales(_op, {"k_store": (k_store, k_scale, k_new), "v_store": (v_store, v_scale, v_new)})
+        scales = {"k_scale": k_scale, "v_scale": v_scale}
+        checks.check_static(
+            _op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths, **scales
+        )
         assert k_scale is not None
         assert v_scale is not None
         k, v = dequantise(k_store, k_scale, q.dtype), dequantise(v_store, v_scale, q.dtype)
@@ -180,15 +183,13 @@ def _append_quantised(
     v_scale: Tensor | None,
 ) -> None:
     """`append` into quantised stores: bytes and scales are written as two pairs of plain stores."""
-    checks.check_scales("append", {"k_store": (k_store, k_scale, k_new), "v_store": (v_store, v_scale, v_new)})
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths, **scales)
     assert k_scale is not None
     assert v_scale is not None
     k, k_factor = quantise(k_new, k_store.dtype)
     v, v_factor = quantise(v_new, v_store.dtype)
     k, v, k_store, v_store = (t.view(torch.int8) for t in (k, v, k_store, v_store))  # the byte type that all ops know
-    checks.check_static(
-        "append", k, v, k_store, v_store, lengths, window, new_lengths=new_lengths, dtypes=(torch.int8,)
-    )
     _write(k, v, k_store, v_store, lengths, window, new_lengths)
     k, v, k_store, v_store = (t[..., None] for t in (k_factor, v_factor, k_scale, v_scale))
     _write(k, v, k_store, v_store, lengths, window, new_lengths)

@@ -1,7 +1,7 @@
 """The operators on CUDA tensors: checks, then the Triton kernels of `kernels/cuda`.
 
 Registered by the first operator on a CUDA tensor, where Triton is installed (it comes with torch's CUDA builds).
-float64 and quantised stores go to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no
+float64 goes to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no
 check of them; for a linear store, which may be full, an asynchronous one stops the device's stream before anything is
 written.
 """
@@ -51,21 +51,24 @@ def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, cou
 
 def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     q, k_new, v_new, k_store, v_store, lengths, *rest = args
-    if _needs_twin(q, k_new, v_new) or options.get("k_scale") is not None:
+    if _needs_twin(q, k_new, v_new):
         return getattr(torch.ops.swa_pass, "_" + op)(*args, **options)
     from .kernels.cuda import launch
 
-    given = {"softcap": 0.0, "sinks": None, "new_lengths": None, **options}
+    given = {"softcap": 0.0, "sinks": None, "new_lengths": None, "k_scale": None, "v_scale": None, **options}
     window, scale, softcap = given.pop("window"), given.pop("scale"), given.pop("softcap")
     sinks, new_lengths = given.pop("sinks"), given.pop("new_lengths")
     starts = rest[0] if rest else given.pop("starts", None)
+    k_scale, v_scale = given.pop("k_scale"), given.pop("v_scale")
     checks.refuse_unsupported(op, **given)
-    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths, **scales)
     _check_lengths(op, k_new, k_store, lengths, new_lengths, window)
     with torch.cuda.device_of(q):  # Triton starts kernels on the current device
         return launch.attend(
-            q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, write
-        )
+            q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, write,
+            **scales,
+        )  # fmt: skip
 
 
 def attend(*args: Any, **options: Any) -> Tensor:
@@ -85,17 +88,21 @@ def append(
     *,
     window: int,
     new_lengths: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **extras: Any,
 ) -> None:
-    if _needs_twin(k_new, v_new) or extras.get("k_scale") is not None:
+    if _needs_twin(k_new, v_new):
         torch.ops.swa_pass._append(
-            k_new, v_new, k_store, v_store, lengths, window=window, new_lengths=new_lengths, **extras
-        )
+            k_new, v_new, k_store, v_store, lengths, window=window, new_lengths=new_lengths,
+            k_scale=k_scale, v_scale=v_scale, **extras,
+        )  # fmt: skip
         return
     from .kernels.cuda import launch
 
     checks.refuse_unsupported("append", **extras)
-    checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths, **scales)
     _check_lengths("append", k_new, k_store, lengths, new_lengths, window)
     with torch.cuda.device_of(k_store):
-        launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
+        launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths, **scales)

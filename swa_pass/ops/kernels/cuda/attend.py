@@ -22,6 +22,21 @@ LOWEST = tl.constexpr(-1e30)  # finite, so that differences are never NaN
 
 
 @triton.jit
+def _widened(data, factor, kind, FP8: tl.constexpr):
+    """One-byte numbers (N, D) as `kind`: int8, or the bits of a float8 e4m3, times a factor for each token (N).
+
+    The bits by hand: float8 is no type before sm_89, and conversions may drop what is too small for a normal float.
+    """
+    numbers = data.to(tl.float32)
+    if FP8:
+        bits = data.to(tl.int32) & 0x7F
+        normal = ((bits << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        numbers = tl.where(bits < 8, bits.to(tl.float32) * 0.001953125, normal)
+        numbers = tl.where(data < 0, -numbers, numbers)
+    return (numbers * factor[:, None]).to(kind)
+
+
+@triton.jit
 def _take(q, k, v, visible, top, total, values, scale, softcap, CAPPED: tl.constexpr, FLOAT: tl.constexpr):
     """One block of keys into the running sums. q (M, D), k (N, D), v (N, DV), visible (M, N).
 
@@ -82,17 +97,25 @@ def _write(new, new_step, store, item, index, is_new, slot, capacity, DIM: tl.co
 
 
 @triton.jit
+def _write_factors(new, scale, item, index, is_new, slot, capacity, tokens):
+    factor = tl.load(new + item * tokens + index, mask=is_new)
+    tl.store(scale + item * capacity + slot, factor, mask=is_new)
+
+
+@triton.jit
 def attend(
     q, k_new, v_new, k_store, v_store, out, part_values, part_sums,
-    lengths, starts, counts, sinks,
+    lengths, starts, counts, sinks, k_scale, v_scale, k_new_scale, v_new_scale,
     q_row, q_head, q_token, k_row, k_head, k_token, v_row, v_head, v_token, out_row, out_head, out_token,
     kv_heads, capacity, tokens, queries, scale, softcap,
     GROUP: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr,
     HAS_STARTS: tl.constexpr, HAS_COUNTS: tl.constexpr, HAS_SINKS: tl.constexpr, CAPPED: tl.constexpr,
-    WRITE: tl.constexpr, FLOAT: tl.constexpr, SPLITS: tl.constexpr,
+    WRITE: tl.constexpr, FLOAT: tl.constexpr, SPLITS: tl.constexpr, SCALED: tl.constexpr, FP8: tl.constexpr,
     BLOCK_Q: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Grid (query blocks * SPLITS, B * KV). With SPLITS > 1 the results go to part_values, part_sums; see `merge`."""
+    """Grid (query blocks * SPLITS, B * KV). With SPLITS > 1 the results go to part_values, part_sums; see `merge`.
+
+    SCALED: stores and new tokens hold one byte a number (FP8: float8), with a factor for each token."""
     block = tl.program_id(0) // SPLITS
     split = tl.program_id(0) % SPLITS
     item = tl.program_id(1).to(tl.int64)
@@ -132,9 +155,13 @@ def attend(
     for step in range(0, (stored_end - low).to(tl.int32), BLOCK_N):
         key = low + step + n
         inside = key < stored_end
-        slot = (item * capacity + _slots(key, capacity, WINDOW))[:, None]
-        k = tl.load(k_store + slot * DIM + d, mask=inside[:, None] & (d < DIM), other=0.0)
-        v = tl.load(v_store + slot * VALUE_DIM + dv, mask=inside[:, None] & (dv < VALUE_DIM), other=0.0)
+        place = item * capacity + _slots(key, capacity, WINDOW)
+        slot = place[:, None]
+        k = tl.load(k_store + slot * DIM + d, mask=inside[:, None] & (d < DIM), other=0)
+        v = tl.load(v_store + slot * VALUE_DIM + dv, mask=inside[:, None] & (dv < VALUE_DIM), other=0)
+        if SCALED:
+            k = _widened(k, tl.load(k_scale + place, mask=inside, other=0.0), query_rows.dtype, FP8)
+            v = _widened(v, tl.load(v_scale + place, mask=inside, other=0.0), query_rows.dtype, FP8)
         visible = _visible(key, inside, position, real, WINDOW)
         top, total, values = _take(query_rows, k, v, visible, top, total, values, scale, softcap, CAPPED, FLOAT)
     low = tl.maximum(low, length)
@@ -142,9 +169,13 @@ def attend(
         key = low + step + n
         inside = key < end
         index = (key - length)[:, None]
-        k = tl.load(k_new + b * k_row + h * k_head + index * k_token + d, mask=inside[:, None] & (d < DIM), other=0.0)
+        k = tl.load(k_new + b * k_row + h * k_head + index * k_token + d, mask=inside[:, None] & (d < DIM), other=0)
         v_at = v_new + b * v_row + h * v_head + index * v_token + dv
-        v = tl.load(v_at, mask=inside[:, None] & (dv < VALUE_DIM), other=0.0)
+        v = tl.load(v_at, mask=inside[:, None] & (dv < VALUE_DIM), other=0)
+        if SCALED:
+            place = item * tokens + key - length
+            k = _widened(k, tl.load(k_new_scale + place, mask=inside, other=0.0), query_rows.dtype, FP8)
+            v = _widened(v, tl.load(v_new_scale + place, mask=inside, other=0.0), query_rows.dtype, FP8)
         visible = _visible(key, inside, position, real, WINDOW)
         top, total, values = _take(query_rows, k, v, visible, top, total, values, scale, softcap, CAPPED, FLOAT)
 
@@ -165,6 +196,9 @@ def attend(
         v_new += b * v_row + h * v_head
         _write(k_new, k_token, k_store, item, index, is_new, slot, capacity, DIM, BLOCK_D)
         _write(v_new, v_token, v_store, item, index, is_new, slot, capacity, VALUE_DIM, BLOCK_DV)
+        if SCALED:
+            _write_factors(k_new_scale, k_scale, item, index, is_new, slot, capacity, tokens)
+            _write_factors(v_new_scale, v_scale, item, index, is_new, slot, capacity, tokens)
 
 
 @triton.jit
@@ -200,10 +234,10 @@ def merge(
 
 @triton.jit
 def append(
-    k_new, v_new, k_store, v_store, lengths, counts,
+    k_new, v_new, k_store, v_store, lengths, counts, k_scale, v_scale, k_new_scale, v_new_scale,
     k_row, k_head, k_token, v_row, v_head, v_token, kv_heads, capacity, tokens,
     DIM: tl.constexpr, VALUE_DIM: tl.constexpr, WINDOW: tl.constexpr, HAS_COUNTS: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    SCALED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of new tokens, B * KV). Of more than C tokens the last C are written: no slot is written twice."""
     item = tl.program_id(1).to(tl.int64)
@@ -216,3 +250,6 @@ def append(
     is_new = (index < count) & (index >= count - capacity) & (slot < capacity)
     _write(k_new + b * k_row + h * k_head, k_token, k_store, item, index, is_new, slot, capacity, DIM, BLOCK_D)
     _write(v_new + b * v_row + h * v_head, v_token, v_store, item, index, is_new, slot, capacity, VALUE_DIM, BLOCK_DV)
+    if SCALED:
+        _write_factors(k_new_scale, k_scale, item, index, is_new, slot, capacity, tokens)
+        _write_factors(v_new_scale, v_scale, item, index, is_new, slot, capacity, tokens)

@@ -9,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...quant import quantise
 from . import attend as kernels
 
 #: Programs wanted for each multiprocessor before a window is no longer split.
@@ -70,8 +71,12 @@ def attend(
     sinks: Tensor | None,
     new_lengths: Tensor | None,
     write: bool,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
 ) -> Tensor:
     """See `swa_pass.ops`; inputs are checked already. Returns (B, H, Q, Dv)."""
+    scaled = k_scale is not None
+    k_new, v_new, k_store, v_store, factors, fp8 = in_bytes(k_new, v_new, k_store, v_store, k_scale, v_scale, lengths)
     batch, heads, queries, dim = q.shape
     kv_heads, tokens, value_dim = k_new.shape[1], k_new.shape[2], v_new.shape[3]
     capacity, group = k_store.shape[2], heads // kv_heads
@@ -96,11 +101,11 @@ def attend(
         q, k_new, v_new, k_store, v_store, out, part_values, part_sums, lengths,
         lengths if starts is None else starts,
         lengths if new_lengths is None else new_lengths,
-        lengths if sinks is None else sinks,
+        lengths if sinks is None else sinks, *factors,
         *q.stride()[:3], *k_new.stride()[:3], *v_new.stride()[:3], *out.stride()[:3],
         kv_heads, capacity, tokens, queries, scale, softcap if softcap > 0 else 1.0,
         DIM=dim, WINDOW=window, HAS_STARTS=starts is not None, HAS_COUNTS=new_lengths is not None,
-        CAPPED=softcap > 0, WRITE=fused, FLOAT=q.device.type == "cpu",
+        CAPPED=softcap > 0, WRITE=fused, FLOAT=q.device.type == "cpu", SCALED=scaled, FP8=fp8,
         BLOCK_N=block_n, BLOCK_D=power_of_two(dim), **shape,
     )  # fmt: skip
     if splits > 1:
@@ -109,22 +114,47 @@ def attend(
             **shape,
         )  # fmt: skip
     if write and not fused:
-        append(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
+        _append(k_new, v_new, k_store, v_store, lengths, window, new_lengths, factors, scaled)
     return out
+
+
+Factors = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def in_bytes(
+    k_new: Tensor, v_new: Tensor, k_store: Tensor, v_store: Tensor, k_scale: Tensor | None, v_scale: Tensor | None,
+    lengths: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Factors, bool]:  # fmt: skip
+    """For quantised stores: new tokens quantised as well, all four as int8, the factors of stores and new tokens, and
+    whether the bytes are float8. For others everything as it is (and some tensor where the kernels want a pointer)."""
+    if k_scale is None or v_scale is None:
+        return k_new, v_new, k_store, v_store, (lengths, lengths, lengths, lengths), False
+    (k, k_new_scale), (v, v_new_scale) = quantise(k_new, k_store.dtype), quantise(v_new, v_store.dtype)
+    k, v, k_bytes, v_bytes = (t.view(torch.int8) for t in (k, v, k_store, v_store))
+    fp8 = k_store.dtype != torch.int8
+    return k, v, k_bytes, v_bytes, (k_scale, v_scale, k_new_scale.contiguous(), v_new_scale.contiguous()), fp8
 
 
 def append(
     k_new: Tensor, v_new: Tensor, k_store: Tensor, v_store: Tensor, lengths: Tensor, window: int,
-    new_lengths: Tensor | None,
+    new_lengths: Tensor | None, k_scale: Tensor | None = None, v_scale: Tensor | None = None,
 ) -> None:  # fmt: skip
     """See `swa_pass.ops`; inputs are checked already."""
+    k_new, v_new, k_store, v_store, factors, _ = in_bytes(k_new, v_new, k_store, v_store, k_scale, v_scale, lengths)
+    _append(k_new, v_new, k_store, v_store, lengths, window, new_lengths, factors, k_scale is not None)
+
+
+def _append(
+    k_new: Tensor, v_new: Tensor, k_store: Tensor, v_store: Tensor, lengths: Tensor, window: int,
+    new_lengths: Tensor | None, factors: Factors, scaled: bool,
+) -> None:  # fmt: skip
     batch, kv_heads, tokens, dim = k_new.shape
     if k_new.numel() == 0:
         return
     block_n = 16
     kernels.append[(-(-tokens // block_n), batch * kv_heads)](
-        k_new, v_new, k_store, v_store, lengths, lengths if new_lengths is None else new_lengths,
+        k_new, v_new, k_store, v_store, lengths, lengths if new_lengths is None else new_lengths, *factors,
         *k_new.stride()[:3], *v_new.stride()[:3], kv_heads, k_store.shape[2], tokens,
         DIM=dim, VALUE_DIM=v_new.shape[3], WINDOW=window, HAS_COUNTS=new_lengths is not None,
-        BLOCK_N=block_n, BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(v_new.shape[3]),
+        SCALED=scaled, BLOCK_N=block_n, BLOCK_D=power_of_two(dim), BLOCK_DV=power_of_two(v_new.shape[3]),
     )  # fmt: skip
