@@ -14,6 +14,7 @@ the kernel wants it, attend - and is timed per call:
     ring-sdpa   a ring of W slots + SDPA on it (order does not matter to softmax)
     flex        the same ring + flex_attention, compiled
     ours        swa_pass.attend_append
+    int8        the same on int8 stores (other numbers, half the bytes; its useful GB/s count the bytes of the dtype)
 
 SDPA always gets its best form here: no mask, and the query heads of a group packed as queries of one head.
 
@@ -26,11 +27,9 @@ of multiply-adds. The bound of a shape is the slower of reading its keys and val
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -42,6 +41,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from limits import Limits, cache_bytes
 from rich import box
 from rich.console import Console
 from rich.table import Table
@@ -51,9 +51,9 @@ from transformers.cache_utils import DynamicSlidingWindowLayer, StaticSlidingWin
 
 import swa_pass
 from swa_pass.demo.runner import machine
-from swa_pass.ops.build import ensure_kernels, find_compiler, kernel_status
+from swa_pass.ops.build import ensure_kernels, kernel_status
+from swa_pass.ops.quant import quantise
 
-GIB = 1 << 30
 PAGE = 128
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -222,6 +222,22 @@ class Ours(Step):
         )
 
 
+class Int8(Ours):
+    """The same on quantised stores."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        (k, self.k_scale), (v, self.v_scale) = (quantise(store, torch.int8) for store in self.stores)
+        self.stores = [k, v]
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        s = self.shape
+        return torch.ops.swa_pass.attend_append(
+            q, k, v, *self.stores, self.lengths, window=s.window, scale=s.head_dim**-0.5, softcap=s.softcap,
+            k_scale=self.k_scale, v_scale=self.v_scale,
+        )  # fmt: skip
+
+
 def flex(shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """flex_attention, compiled for one shape."""
 
@@ -246,54 +262,13 @@ def makers(shape: Shape, dtype: torch.dtype) -> dict[str, Callable[[], Any]]:
         "ring-sdpa": lambda: Ring(*plain),
         "flex": lambda: Ring(shape, dtype, compiled),
         "ours": lambda: Ours(*plain),
+        "int8": lambda: Int8(*plain),
     }
 
 
-ROWS = ("static", "dynamic", "gather455", "paged", "drifting", "ring-sdpa", "flex", "ours")
-
-# ---------------------------------------------------------------------------------------------- limits
-
-
-class Limits:
-    """Reads memory and multiplies, as fast as this machine can. Samples are taken between the rounds."""
-
-    def __init__(self, folder: Path, threads: int) -> None:
-        self.threads = threads
-        self.block = torch.ones(GIB // 4)
-        self.read: list[float] = []
-        self.flops: list[float] = []
-        compiler = find_compiler()
-        if compiler is None:
-            raise SystemExit("attention.py needs a C++ compiler to measure the limit")
-        built = folder / "limits.so"
-        flags = ["-O3", "-std=c++17", "-march=native", "-shared", "-fPIC", "-pthread"]
-        subprocess.run([*compiler, *flags, str(Path(__file__).with_name("limits.cpp")), "-o", str(built)], check=True)
-        self.library = ctypes.CDLL(str(built))
-        self.library.read_once.restype = self.library.multiply_add.restype = ctypes.c_double
-        self.library.read_once.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-        self.library.multiply_add.argtypes = [ctypes.c_int64, ctypes.c_int]
-
-    def sample(self) -> None:
-        """Bytes and flops per second; the better of C++ and torch."""
-        started = time.perf_counter()
-        self.block.sum()
-        by_torch = time.perf_counter() - started
-        usable = GIB // (4096 * self.threads) * 4096 * self.threads
-        by_loop = self.library.read_once(self.block.data_ptr(), usable, self.threads)
-        self.read.append(max(GIB / by_torch, usable / by_loop))
-        rounds = 2_000_000
-        self.flops.append(2 * 16 * 12 * rounds * self.threads / self.library.multiply_add(rounds, self.threads))
-
+ROWS = ("static", "dynamic", "gather455", "paged", "drifting", "ring-sdpa", "flex", "ours", "int8")
 
 # ---------------------------------------------------------------------------------------------- the run
-
-
-def cache_bytes() -> int:
-    """The last-level cache, as the system tells it; 32 MiB where it does not."""
-    sizes = [32 << 20]
-    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
-        sizes.append(int(path.read_text().strip().rstrip("K")) << 10)
-    return max(sizes)
 
 
 def measure(name: str, dtype_name: str, given: argparse.Namespace, limits: Limits) -> dict[str, Any]:
@@ -305,7 +280,8 @@ def measure(name: str, dtype_name: str, given: argparse.Namespace, limits: Limit
     q = torch.randn(shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim, dtype=dtype)
     make = makers(shape, dtype)
     rows = given.rows.split(",")
-    layers = {row: [make[row]() for _ in range(stores)] for row in rows}
+    # Of int8 stores twice as many: they must not fit into the cache either.
+    layers = {row: [make[row]() for _ in range(stores * (2 if row == "int8" else 1))] for row in rows}
     turns: dict[str, Iterator[Any]] = {row: cycle(layers[row]) for row in rows}
     calls = {}
     for row in rows:  # warms up, compiles, and finds how many calls make a sample
