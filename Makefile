@@ -1,7 +1,7 @@
 # make demo   the main job on a real model, with a table      make test   lint, types and tests
 # make test-all  tests on every family and model as well
 # make bench  decode benchmark                                make families  docs/families.md: every family against stock
-# make clean  remove what the others made
+# make sanitize  the C++ kernels under ASan and UBSan        make clean     remove what the others made
 #
 # Only Python 3.10+ and a C++ compiler are needed; everything else goes into .venv.
 
@@ -21,7 +21,7 @@ PIP_FLAGS  := --disable-pip-version-check
 CORE_TESTS := tests --ignore-glob='tests/test_ops_*' $(patsubst %,--ignore=tests/test_%.py,packaging examples demo linear \
               masks pieces ring_policy families)
 
-.PHONY: help demo test test-all lint bench families test-transformers-5.17 clean
+.PHONY: help demo test test-all lint bench sanitize families test-transformers-5.17 clean
 .DELETE_ON_ERROR:
 
 help:
@@ -74,6 +74,14 @@ test-transformers-5.17: $(VENV_OLDEST)/.ready
 
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
+
+# Out-of-bounds reads and undefined behaviour in the C++ kernels; python itself is not built for it, hence the preload.
+SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
+sanitize: $(VENV)/.ready
+	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 SWA_PASS_CXXFLAGS="$(SANITIZE)" SWA_PASS_CACHE_DIR=build/sanitize \
+	$(BIN)/python -m pytest tests/test_ops_meaning.py tests/test_ops_quant.py tests/test_ops_errors.py tests/test_linear.py \
+		-k "not torch and not device and not triton" -x
 
 families: $(VENV)/.ready
 	$(BIN)/python tests/families.py --write docs/families.md

@@ -8,6 +8,7 @@ Environment:
     SWA_PASS_KERNEL     "torch": never compile or load, use torch ops. "avx512", "avx2", "plain": this variant.
     SWA_PASS_CACHE_DIR  where compiled kernels are kept.
     CXX                 the compiler, instead of the first of c++, g++, clang++ on the PATH.
+    SWA_PASS_CXXFLAGS   more flags for it, after ours (`make sanitize`).
 """
 
 from __future__ import annotations
@@ -145,7 +146,14 @@ def _library() -> Path:
     sources = sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h"))
     if not any(p.name == "binding.cpp" for p in sources):
         raise BuildError(f"the kernel sources are missing from {SOURCES}; install swa_pass again")
-    parts = [torch.__version__, platform.machine(), sys.platform, repr(_linear_variants()), repr(_flags())]
+    parts = [
+        torch.__version__,
+        platform.machine(),
+        sys.platform,
+        repr(_linear_variants()),
+        repr(_flags()),
+        _more_flags(),
+    ]
     parts += [p.name + "\0" + p.read_text(encoding="utf-8") for p in sources]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
     folder = cache_dir() / key
@@ -200,8 +208,12 @@ def _flags() -> list[str]:
     ]
 
 
+def _more_flags() -> str:
+    return os.environ.get("SWA_PASS_CXXFLAGS", "")
+
+
 def _compile(compiler: list[str], work: Path) -> Path:
-    jobs = {}
+    jobs, more = {}, shlex.split(_more_flags())
     for source in ("binding", "linear_binding"):
         jobs[f"{source}.o"] = [*compiler, "-fPIC", *_flags(), f"-I{work}", "-c", str(SOURCES / f"{source}.cpp")]
     for source, list_file, variants in (
@@ -213,9 +225,9 @@ def _compile(compiler: list[str], work: Path) -> Path:
             loops = [*compiler, "-fPIC", "-O3", "-std=c++17", f"-DSWA_ISA={name}", *flags]
             jobs[f"{source}_{name}.o"] = [*loops, "-c", str(SOURCES / f"{source}.cpp")]
     with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda job: _run([*job[1], "-o", str(work / job[0])]), jobs.items()))
+        list(pool.map(lambda job: _run([*job[1], *more, "-o", str(work / job[0])]), jobs.items()))
     built = work / "kernels.so"
-    link = [*compiler, "-shared", *(str(work / name) for name in jobs), "-o", str(built)]
+    link = [*compiler, "-shared", *(str(work / name) for name in jobs), *more, "-o", str(built)]
     link += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu", "-lc10"]
     if sys.platform == "darwin":
         link += ["-undefined", "dynamic_lookup"]
