@@ -83,10 +83,10 @@ def test_a_strategy_of_the_callers(pair):
     """What is left of them: `custom_generate` as a function, which gets our cache as any other strategy does."""
 
     def last_of_two(model, input_ids, logits_processor, stopping_criteria, generation_config, **kwargs):
+        name = pair.runtime.cache_name
         while not stopping_criteria(input_ids, None).all():
-            inputs = model.prepare_inputs_for_generation(input_ids, **kwargs)
-            output = model(**inputs, return_dict=True)
-            kwargs = model._update_model_kwargs_for_generation(output, kwargs)
+            new = input_ids[:, kwargs[name].get_seq_length() :]
+            output = model(new, use_cache=True, **{name: kwargs[name]})
             second = output.logits[:, -1].topk(2).indices[:, 1:]
             input_ids = torch.cat([input_ids, second], 1)
         return input_ids
