@@ -191,3 +191,21 @@ def test_mistakes_change_nothing(op: str, wrong: str) -> None:
     with pytest.raises(ValueError, match=said):
         getattr(ops, op)(*arguments, window=case.window, **given)
     assert all(map(same_bits, before, (k, v, ks, vs)))
+
+
+@stores
+@pytest.mark.parametrize("op", ["view", "append", "attend", "attend_append"])
+def test_bytes_without_scales_are_refused(op: str, store: Any) -> None:
+    """Also where everything else has the same dtype, as a kernel of that dtype would want it."""
+    q, k, v, k_store, v_store, lengths, _ = make_case(lengths=[30, 4]).args()
+    q, k, v, k_store, v_store = (t.nan_to_num(1.0).to(store) for t in (q, k, v, k_store, v_store))
+    calls: dict[str, Any] = {
+        "view": lambda: ops.view(k_store, k, lengths, 8),
+        "append": lambda: ops.append(k, v, k_store, v_store, lengths, window=8),
+        "attend": lambda: ops.attend(q, k, v, k_store, v_store, lengths, window=8, scale=0.25),
+        "attend_append": lambda: ops.attend_append(q, k, v, k_store, v_store, lengths, window=8, scale=0.25),
+    }
+    before = k_store.clone()
+    with pytest.raises(ValueError, match="need their scales"):
+        calls[op]()
+    assert same_bits(before, k_store)

@@ -104,9 +104,9 @@ struct Shapes {
   const int64_t *lengths, *starts = nullptr, *counts = nullptr;
 
   Shapes(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, const Tensor& v_store,
-         const Tensor& lengths_, int64_t window_, const Maybe& starts_, const Maybe& counts_, bool writes) {
+         const Tensor& lengths_, int64_t window_, const Maybe& starts_, const Maybe& counts_, bool writes, bool scaled) {
     dtype = dtype_of(k_store);
-    if (dtype < 0 || k_store.dim() != 4 || !k_store.is_cpu()) return;
+    if (dtype < 0 || (dtype == SWA_INT8 || dtype == SWA_FP8) != scaled || k_store.dim() != 4 || !k_store.is_cpu()) return;
     batch = k_store.size(0), kv_heads = k_store.size(1), capacity = k_store.size(2), dim = k_store.size(3);
     if (k_new.dim() != 4 || v_new.dim() != 4 || !v_store.is_cpu() || v_store.dim() != 4) return;
     tokens = k_new.size(2), value_dim = v_new.size(3), window = window_;
@@ -155,13 +155,6 @@ void write_tokens(const Shapes& s, const Tensor& from, char* store, int64_t dim,
 struct Factors {
   float *k = nullptr, *v = nullptr;
   const float *k_new = nullptr, *v_new = nullptr;
-
-  Factors() = default;
-  Factors(const Tensor& k_scale, const Tensor& v_scale, const swa_quant::Tokens& k, const swa_quant::Tokens& v)
-      : k(const_cast<float*>(k_scale.const_data_ptr<float>())),
-        v(const_cast<float*>(v_scale.const_data_ptr<float>())),
-        k_new(k.scale.const_data_ptr<float>()),
-        v_new(v.scale.const_data_ptr<float>()) {}
 
   void write(const Shapes& s, int64_t item) const {
     if (!k) return;
@@ -297,20 +290,42 @@ c10::TypedOperatorHandle<F> twin(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<F>();
 }
 
-Tensor attend_impl(SWA_ATTEND_ARGS, bool write) {
-  Tensor out;
-  if (!block_table && !valid && !k_scale && !v_scale) {
-    Shapes s(k_new, v_new, k_store, v_store, lengths, window, starts, new_lengths, write);
-    if (run_attend(q, k_new, v_new, k_store, v_store, s, scale, softcap, sinks, write, {}, out)) return out;
+// New tokens as the stores hold them: for one-byte stores (those with scales) rounded, with their factors.
+struct Fresh {
+  Tensor k, v;
+  swa_quant::Tokens rounded_k, rounded_v;
+  Factors factors;
+  bool scaled, good = true;
+
+  Fresh(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, const Tensor& v_store, const Maybe& k_scale,
+        const Maybe& v_scale)
+      : k(k_new), v(v_new), scaled(k_scale || v_scale) {
+    if (!scaled) return;
+    good = k_scale && v_scale && k_new.scalar_type() == v_new.scalar_type() &&
+           swa_quant::round_to(k_new, k_store, *k_scale, rounded_k) &&
+           swa_quant::round_to(v_new, v_store, *v_scale, rounded_v);
+    if (!good) return;
+    k = rounded_k.data, v = rounded_v.data;
+    factors = {static_cast<float*>(const_cast<void*>(k_scale->const_data_ptr())),
+               static_cast<float*>(const_cast<void*>(v_scale->const_data_ptr())),
+               rounded_k.scale.const_data_ptr<float>(), rounded_v.scale.const_data_ptr<float>()};
   }
-  swa_quant::Tokens k, v;
-  if (!block_table && !valid && k_scale && v_scale && q.dim() == 4 && q.size(1) * q.size(2) <= MAX_ROWS * k_store.size(1) &&
-      q.scalar_type() == k_new.scalar_type() && q.scalar_type() == v_new.scalar_type() &&
-      swa_quant::round_to(k_new, k_store, *k_scale, k) && swa_quant::round_to(v_new, v_store, *v_scale, v)) {
-    Shapes s(k.data, v.data, k_store, v_store, lengths, window, starts, new_lengths, write);
-    Factors factors(*k_scale, *v_scale, k, v);
-    if (run_attend(q.to(at::kFloat), k.data, v.data, k_store, v_store, s, scale, softcap, sinks, write, factors, out))
-      return out.to(q.scalar_type());
+};
+
+// More rows than the kernels take: not worth rounding new tokens for.
+bool too_many_rows(const Tensor& q, const Tensor& k_new) {
+  return q.dim() != 4 || k_new.dim() != 4 || q.size(1) * q.size(2) > MAX_ROWS * k_new.size(1);
+}
+
+Tensor attend_impl(SWA_ATTEND_ARGS, bool write) {
+  if (!block_table && !valid && !too_many_rows(q, k_new)) {
+    Fresh fresh(k_new, v_new, k_store, v_store, k_scale, v_scale);
+    if (fresh.good && (!fresh.scaled || q.scalar_type() == k_new.scalar_type())) {
+      Shapes s(fresh.k, fresh.v, k_store, v_store, lengths, window, starts, new_lengths, write, fresh.scaled);
+      Tensor queries = fresh.scaled ? q.to(at::kFloat) : q, out;
+      if (run_attend(queries, fresh.k, fresh.v, k_store, v_store, s, scale, softcap, sinks, write, fresh.factors, out))
+        return fresh.scaled ? out.to(q.scalar_type()) : out;
+    }
   }
   static auto read = twin<AttendFn>("swa_pass::_attend");
   static auto read_write = twin<AttendFn>("swa_pass::_attend_append");
@@ -332,20 +347,16 @@ Tensor attend_append(SWA_ATTEND_ARGS) {
 void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, const Tensor& v_store,
             const Tensor& lengths, int64_t window, const Maybe& new_lengths, const Maybe& block_table,
             const Maybe& k_scale, const Maybe& v_scale, const Maybe& valid) {
-  swa_quant::Tokens rounded_k, rounded_v;
-  bool quantised = k_scale && v_scale && swa_quant::round_to(k_new, k_store, *k_scale, rounded_k) &&
-                   swa_quant::round_to(v_new, v_store, *v_scale, rounded_v);
-  if (!block_table && !valid && (quantised || (!k_scale && !v_scale))) {
-    const Tensor &fresh_k = quantised ? rounded_k.data : k_new, &fresh_v = quantised ? rounded_v.data : v_new;
-    Factors factors = quantised ? Factors(*k_scale, *v_scale, rounded_k, rounded_v) : Factors();
-    Shapes s(fresh_k, fresh_v, k_store, v_store, lengths, window, std::nullopt, new_lengths, true);
+  Fresh fresh(k_new, v_new, k_store, v_store, k_scale, v_scale);
+  if (!block_table && !valid && fresh.good) {
+    Shapes s(fresh.k, fresh.v, k_store, v_store, lengths, window, std::nullopt, new_lengths, true, fresh.scaled);
     if (s.good) {
       int64_t items = s.batch * s.kv_heads;
       char *k = static_cast<char*>(k_store.data_ptr()), *v = static_cast<char*>(v_store.data_ptr());
       swa_team::run(swa_team::size_for(items * s.tokens * (s.dim + s.value_dim) * s.item_size()), items,
                     [&](int64_t item) {
-                      write_item(s, fresh_k, fresh_v, k, v, item);
-                      factors.write(s, item);
+                      write_item(s, fresh.k, fresh.v, k, v, item);
+                      fresh.factors.write(s, item);
                     });
       return;
     }
@@ -357,7 +368,7 @@ void append(const Tensor& k_new, const Tensor& v_new, const Tensor& k_store, con
 // `starts` is a label for the graph pass (it becomes an argument of the fused attention); the view does not use it.
 Tensor view(const Tensor& store, const Tensor& fresh, const Tensor& lengths, int64_t window, int64_t layer,
             const Maybe& starts, const Maybe& scale) {
-  Shapes s(fresh, fresh, store, store, lengths, window, std::nullopt, std::nullopt, false);
+  Shapes s(fresh, fresh, store, store, lengths, window, std::nullopt, std::nullopt, false, false);
   if (!s.good || scale) {
     static auto fallback = twin<ViewFn>("swa_pass::_view");
     return fallback.call(store, fresh, lengths, window, layer, starts, scale);
