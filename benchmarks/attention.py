@@ -213,13 +213,15 @@ class Ours(Step):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.stores = [self.filled(self.shape.window + 16) for _ in "kv"]
+        self.scales: dict[str, Tensor] = {}
         self.lengths = torch.full((self.shape.batch,), self.seen + 3)  # one step, again and again: a wrapped ring
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         s = self.shape
         return torch.ops.swa_pass.attend_append(
-            q, k, v, *self.stores, self.lengths, window=s.window, scale=s.head_dim**-0.5, softcap=s.softcap
-        )
+            q, k, v, *self.stores, self.lengths, window=s.window, scale=s.head_dim**-0.5, softcap=s.softcap,
+            **self.scales,
+        )  # fmt: skip
 
 
 class Int8(Ours):
@@ -227,15 +229,8 @@ class Int8(Ours):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        (k, self.k_scale), (v, self.v_scale) = (quantise(store, torch.int8) for store in self.stores)
-        self.stores = [k, v]
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        s = self.shape
-        return torch.ops.swa_pass.attend_append(
-            q, k, v, *self.stores, self.lengths, window=s.window, scale=s.head_dim**-0.5, softcap=s.softcap,
-            k_scale=self.k_scale, v_scale=self.v_scale,
-        )  # fmt: skip
+        (k, k_scale), (v, v_scale) = (quantise(store, torch.int8) for store in self.stores)
+        self.stores, self.scales = [k, v], {"k_scale": k_scale, "v_scale": v_scale}
 
 
 def flex(shape: Shape) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

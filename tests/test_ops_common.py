@@ -40,7 +40,7 @@ def _masked_attend(q: Tensor, k: Tensor, v: Tensor, ks: Tensor, vs: Tensor, leng
 
 def _device_append(k: Tensor, v: Tensor, ks: Tensor, vs: Tensor, lengths: Tensor, *, window: int,
                    new_lengths: Any = None) -> None:  # fmt: skip
-    torch_ops._write_on_device(k, v, ks, vs, lengths, new_lengths, window)
+    torch_ops._write_on_device([(k, ks), (v, vs)], lengths, new_lengths, window)
 
 
 def _device_attend_append(*args: Any, **kwargs: Any) -> Tensor:

@@ -66,8 +66,9 @@ class HybridCache(Cache):
         keys = [i for i, window in enumerate(windows) if window is None or isinstance(window, int)]
         if not keys:
             raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
-        self.clock = Clock(first=keys[0], last=keys[-1], slack=slack, hint=hint, max_length=max_length)
-        self.clock.kv_dtype = kv_dtype_of(kv_dtype)
+        self.clock = Clock(
+            first=keys[0], last=keys[-1], slack=slack, hint=hint, max_length=max_length, kv_dtype=kv_dtype_of(kv_dtype)
+        )
         self.owner = owner
         stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
         super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])

@@ -144,7 +144,7 @@ class StoreLayer(CacheLayerMixin):
 
     def _grown(self, store: Store, capacity: int) -> Store:
         before, kept = self.policy, (self.policy.floor, self.policy.high)
-        grown = store.like(store.rows, capacity)
+        grown = Store.like(store, store.rows, capacity)
         grown.fill(replace(before, capacity=capacity).runs(*kept), store.read(before.runs(*kept)))
         return grown
 
@@ -203,14 +203,10 @@ class StoreLayer(CacheLayerMixin):
                 "first, or run the prompt eagerly."
             )
         ops, place = torch.ops.swa_pass, (clock.lengths, self.window, self.index, clock.starts)
-        if self.k.scale is None:
-            keys, values = ops.view.default(self.k.data, k, *place), ops.view.default(self.v.data, v, *place)
-            ops.append.default(k, v, self.k.data, self.v.data, clock.lengths, window=self.window)
-        else:
-            scales = {"k_scale": self.k.scale, "v_scale": self.v.scale}
-            keys = ops.view.default(self.k.data, k, *place, self.k.scale)
-            values = ops.view.default(self.v.data, v, *place, self.v.scale)
-            ops.append.default(k, v, self.k.data, self.v.data, clock.lengths, window=self.window, **scales)
+        keys = ops.view.default(self.k.data, k, *place, self.k.scale)
+        values = ops.view.default(self.v.data, v, *place, self.v.scale)
+        scales = {"k_scale": self.k.scale, "v_scale": self.v.scale}
+        ops.append.default(k, v, self.k.data, self.v.data, clock.lengths, window=self.window, **scales)
         if self.index == clock.last and not clock.managed:
             clock.lengths.add_(k.shape[-2])
             clock.stale = True
@@ -337,7 +333,7 @@ class StoreLayer(CacheLayerMixin):
         )
         capacity = capacity_for(max(seen, self.clock.hint), self.policy.window, self.policy.slack)
         if self.k is None or self.v is None or self.batch_size != rows or self.policy.capacity < capacity:
-            self.k, self.v = (Store(tokens).like(rows, capacity) for tokens in (keys, values))
+            self.k, self.v = (Store.like(tokens, rows, capacity) for tokens in (keys, values))
             self.policy.capacity = capacity
         self.policy.reset()
         self.policy.seen = self.policy.high = seen

@@ -63,8 +63,7 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Bytes of the keys and values that are kept."""
-        kept = [tokens for state in self.layers.values() for tokens in state.tokens.values()]
-        return sum(t.numel() * t.element_size() for tokens in kept for t in tokens.tensors)
+        return sum(tokens.nbytes for state in self.layers.values() for tokens in state.tokens.values())
 
     def save(self, path: str | Path) -> None:
         """Writes one safetensors file. ValueError for a hybrid model, whose states have no file format here."""

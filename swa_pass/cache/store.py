@@ -42,7 +42,7 @@ def bytes_per_token(numbers: int, dtype: torch.dtype, kv_dtype: torch.dtype | No
     return numbers * dtype.itemsize if kv_dtype is None else numbers * kv_dtype.itemsize + torch.float32.itemsize
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Tokens:
     """Tokens in time order as a store holds them. data (B, kv_heads, n, head_dim); scale (B, kv_heads, n) or None;
     dtype: the model's, in which they are read."""
@@ -55,6 +55,10 @@ class Tokens:
     def tensors(self) -> list[Tensor]:
         return [self.data] if self.scale is None else [self.data, self.scale]
 
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
+
     def map(self, change: Callable[[Tensor], Tensor]) -> Tokens:
         """The same with every tensor changed (rows, device: nothing that depends on head_dim)."""
         return Tokens(change(self.data), None if self.scale is None else change(self.scale), self.dtype)
@@ -63,11 +67,8 @@ class Tokens:
         return self.data if self.scale is None else dequantise(self.data, self.scale, self.dtype)
 
 
-class Store:
-    """Slots for the keys or the values of one layer. Memory is uninitialised: only written slots are ever read."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self.data, self.scale, self.dtype = tokens.data, tokens.scale, tokens.dtype
+class Store(Tokens):
+    """C slots for the keys or values of one layer. Memory is uninitialised: only written slots are ever read."""
 
     @classmethod
     def allocate(cls, rows: int, kv_heads: int, capacity: int, head_dim: int, dtype: torch.dtype,
@@ -77,15 +78,16 @@ class Store:
         with torch.inference_mode(False):
             data = torch.empty(*shape, head_dim, dtype=dtype if kv_dtype is None else kv_dtype, device=device)
             scale = None if kv_dtype is None else torch.empty(shape, dtype=torch.float32, device=device)
-        store = cls(Tokens(data, scale, dtype))
+        store = cls(data, scale, dtype)
         store._mark()
         return store
 
-    def like(self, rows: int, capacity: int) -> Store:
+    @classmethod
+    def like(cls, tokens: Tokens, rows: int, capacity: int) -> Store:
         """Empty slots for the same kind of tokens."""
-        _, kv_heads, _, head_dim = self.data.shape
-        kv_dtype = None if self.scale is None else self.data.dtype
-        return Store.allocate(rows, kv_heads, capacity, head_dim, self.dtype, kv_dtype, self.data.device)
+        _, kv_heads, _, head_dim = tokens.data.shape
+        kv_dtype = None if tokens.scale is None else tokens.data.dtype
+        return cls.allocate(rows, kv_heads, capacity, head_dim, tokens.dtype, kv_dtype, tokens.data.device)
 
     def _mark(self) -> None:
         """Growth must not recompile: the capacity is a symbol in every graph."""
@@ -93,20 +95,12 @@ class Store:
             torch._dynamo.maybe_mark_dynamic(tensor, 2)
 
     @property
-    def tensors(self) -> list[Tensor]:
-        return [self.data] if self.scale is None else [self.data, self.scale]
-
-    @property
     def rows(self) -> int:
         return self.data.shape[0]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors)
-
     def read(self, runs: Runs) -> Tokens:
         """The tokens in these slots; a view where one run holds them."""
-        return Tokens(_joined(self.data, runs), None if self.scale is None else _joined(self.scale, runs), self.dtype)
+        return self.map(lambda tensor: _joined(tensor, runs))
 
     def fill(self, runs: Runs, tokens: Tokens) -> None:
         """Writes tokens, in time order, into slot ranges."""
@@ -124,9 +118,10 @@ class Store:
 
     def select_rows(self, rows: Tensor, in_place: bool) -> None:
         """Makes row i a copy of old row ``rows[i]``. In place keeps the addresses (same number of rows)."""
-        chosen = self.read([(0, self.data.shape[2])]).map(lambda tensor: tensor.index_select(0, rows))
+        chosen = self.map(lambda tensor: tensor.index_select(0, rows))
         if in_place:
-            self.fill([(0, self.data.shape[2])], chosen)
+            for store, taken in zip(self.tensors, chosen.tensors, strict=True):
+                store.copy_(taken)
         else:
             self.data, self.scale = chosen.data, chosen.scale
             self._mark()

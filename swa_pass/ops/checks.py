@@ -38,19 +38,26 @@ def refuse_unsupported(op: str, **given: Tensor | None) -> None:
             )
 
 
+def _about(name: str, store: Tensor) -> str:
+    return f"{name} {shape(store)} of {store.dtype}"
+
+
 def check_scales(op: str, stores: dict[str, tuple[Tensor, Tensor | None, Tensor]]) -> None:
     """What only quantised stores have: by name, (the store, its scales, the new tokens)."""
     for name, (store, scale, new) in stores.items():
-        about = f"{name} {shape(store)} of {store.dtype}"
         if store.dtype not in LARGEST:
-            _fail(op, f"{about} has scales, which only stores of {', '.join(map(str, LARGEST))} have; pass none")
+            _fail(
+                op,
+                f"{_about(name, store)} has scales, which only stores of {', '.join(map(str, LARGEST))} "
+                "have; pass none",
+            )
         if scale is None:
-            _fail(op, f"{about} has no scales; keys and values must both have them")
+            _fail(op, f"{_about(name, store)} has no scales; keys and values must both have them")
         if scale.dtype != torch.float32 or scale.shape != store.shape[:3] or not scale.is_contiguous():
             _fail(
                 op,
-                f"{about} needs one float32 scale for each token and head, {shape(store[..., 0])}, contiguous; its "
-                f"scales are {scale.dtype} {shape(scale)}",
+                f"{_about(name, store)} needs one float32 scale for each token and head, {shape(store[..., 0])}, "
+                f"contiguous; its scales are {scale.dtype} {shape(scale)}",
             )
         if scale.device != store.device:
             _fail(op, f"{name} is on {store.device} and its scales on {scale.device}; move them to one device")

@@ -5,8 +5,6 @@ Same arguments as the operators (see `swa_pass.ops`). Everything is checked befo
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -80,11 +78,18 @@ def append(
     """Write the new tokens into their slots; of more than C tokens the last C."""
     op = "append"
     checks.refuse_unsupported(op, block_table=block_table, valid=valid)
-    if k_scale is not None or v_scale is not None:
-        _append_quantised(k_new, v_new, k_store, v_store, lengths, window, new_lengths, k_scale, v_scale)
-        return
-    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths)
-    _write(k_new, v_new, k_store, v_store, lengths, window, new_lengths)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    checks.check_static(op, k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths, **scales)
+    tokens, capacity = k_new.shape[2], k_store.shape[2]
+    if lengths.device.type == "cpu":
+        rows = checks.read_rows(op, lengths, None, new_lengths, tokens, capacity, window, writes=True)
+    else:
+        checks.assert_rows_async(op, lengths, new_lengths, tokens, capacity, window, writes=True)
+    writes = _stored(k_new, k_store, k_scale)[1] + _stored(v_new, v_store, v_scale)[1]
+    if lengths.device.type == "cpu":
+        _write_rows(writes, rows, window)
+    else:
+        _write_on_device(writes, lengths, new_lengths, window)
 
 
 def attend(
@@ -110,21 +115,12 @@ def attend(
 ) -> Tensor:
     """Attention of the new tokens over the store as it was before this step, and over one another."""
     checks.refuse_unsupported(_op, block_table=block_table, valid=valid)
-    if k_scale is not None or v_scale is not None:
-        scales = {"k_scale": k_scale, "v_scale": v_scale}
-        checks.check_static(
-            _op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths, **scales
-        )
-        assert k_scale is not None
-        assert v_scale is not None
-        k, v = dequantise(k_store, k_scale, q.dtype), dequantise(v_store, v_scale, q.dtype)
-        fresh_k, fresh_v = rounded(k_new, k_store.dtype), rounded(v_new, v_store.dtype)
-        options: dict[str, Any] = {"softcap": softcap, "sinks": sinks, "new_lengths": new_lengths}
-        out = attend(q, fresh_k, fresh_v, k, v, lengths, starts, window=window, scale=scale, **options, _op=_op)
-        if _write:
-            _append_quantised(k_new, v_new, k_store, v_store, lengths, window, new_lengths, k_scale, v_scale)
-        return out
-    checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths, **scales)
+    k_new, k_writes = _stored(k_new, k_store, k_scale)
+    v_new, v_writes = _stored(v_new, v_store, v_scale)
+    if k_scale is not None and v_scale is not None:
+        k_store, v_store = dequantise(k_store, k_scale, q.dtype), dequantise(v_store, v_scale, q.dtype)
     batch, heads, queries, _ = q.shape
     tokens, capacity = k_new.shape[2], k_store.shape[2]
     out = q.new_zeros(batch, queries, heads, v_new.shape[3]).transpose(1, 2)
@@ -134,7 +130,7 @@ def attend(
             q, k_new, v_new, k_store, v_store, lengths, starts, window, scale, softcap, sinks, new_lengths, out
         )
         if _write:
-            _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+            _write_on_device(k_writes + v_writes, lengths, new_lengths, window)
         return out
     rows = checks.read_rows(_op, lengths, starts, new_lengths, tokens, capacity, window, _write)
     for selected, (length, start, count) in _groups(rows):
@@ -143,7 +139,7 @@ def attend(
         )
         torch_runs.attend_rows(q[selected], group, start, count, out[selected], scale, softcap, sinks)
     if _write:
-        _write_rows(k_new, v_new, k_store, v_store, rows, window)
+        _write_rows(k_writes + v_writes, rows, window)
     return out
 
 
@@ -152,47 +148,17 @@ def attend_append(*args: Tensor, **kwargs: object) -> Tensor:
     return attend(*args, **kwargs, _op="attend_append", _write=True)  # type: ignore[arg-type]
 
 
-def _write(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    lengths: Tensor,
-    window: int,
-    new_lengths: Tensor | None,
-) -> None:
-    """Checks the lengths, then writes; everything else is checked already."""
-    tokens, capacity = k_new.shape[2], k_store.shape[2]
-    if lengths.device.type == "cpu":
-        rows = checks.read_rows("append", lengths, None, new_lengths, tokens, capacity, window, writes=True)
-        _write_rows(k_new, v_new, k_store, v_store, rows, window)
-    else:
-        checks.assert_rows_async("append", lengths, new_lengths, tokens, capacity, window, writes=True)
-        _write_on_device(k_new, v_new, k_store, v_store, lengths, new_lengths, window)
+#: Tokens (B, KV, N, width), and the store (B, KV, C, width) that they go into as they are.
+Writes = list[tuple[Tensor, Tensor]]
 
 
-def _append_quantised(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    lengths: Tensor,
-    window: int,
-    new_lengths: Tensor | None,
-    k_scale: Tensor | None,
-    v_scale: Tensor | None,
-) -> None:
-    """`append` into quantised stores: bytes and scales are written as two pairs of plain stores."""
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    checks.check_static("append", k_new, v_new, k_store, v_store, lengths, window, new_lengths=new_lengths, **scales)
-    assert k_scale is not None
-    assert v_scale is not None
-    k, k_factor = quantise(k_new, k_store.dtype)
-    v, v_factor = quantise(v_new, v_store.dtype)
-    k, v, k_store, v_store = (t.view(torch.int8) for t in (k, v, k_store, v_store))  # the byte type that all ops know
-    _write(k, v, k_store, v_store, lengths, window, new_lengths)
-    k, v, k_store, v_store = (t[..., None] for t in (k_factor, v_factor, k_scale, v_scale))
-    _write(k, v, k_store, v_store, lengths, window, new_lengths)
+def _stored(new: Tensor, store: Tensor, scale: Tensor | None) -> tuple[Tensor, Writes]:
+    """New tokens as they will be read back, and what to write: for a quantised store bytes and their scales."""
+    if scale is None:
+        return new, [(new, store)]
+    data, factor = quantise(new, store.dtype)
+    data_bytes = data.view(torch.int8), store.view(torch.int8)  # the one byte type that every operation knows
+    return dequantise(data, factor, new.dtype), [data_bytes, (factor[..., None], scale[..., None])]
 
 
 def _groups(rows: list[tuple[int, int, int]]) -> list[tuple[slice, tuple[int, int, int]]]:
@@ -206,48 +172,38 @@ def _groups(rows: list[tuple[int, int, int]]) -> list[tuple[slice, tuple[int, in
     return out
 
 
-def _write_rows(
-    k_new: Tensor, v_new: Tensor, k_store: Tensor, v_store: Tensor, rows: list[tuple[int, int, int]], window: int
-) -> None:
-    capacity = k_store.shape[2]
+def _write_rows(writes: Writes, rows: list[tuple[int, int, int]], window: int) -> None:
+    capacity = writes[0][1].shape[2]
     for selected, (length, _, count) in _groups(rows):
         i = max(0, count - capacity)
         while i < count:
             slot = (length + i) % capacity if window > 0 else length + i
             n = min(count - i, capacity - slot)
-            k_store[selected, :, slot : slot + n] = k_new[selected, :, i : i + n]
-            v_store[selected, :, slot : slot + n] = v_new[selected, :, i : i + n]
+            for new, store in writes:
+                store[selected, :, slot : slot + n] = new[selected, :, i : i + n]
             i += n
 
 
-def _write_on_device(
-    k_new: Tensor,
-    v_new: Tensor,
-    k_store: Tensor,
-    v_store: Tensor,
-    lengths: Tensor,
-    new_lengths: Tensor | None,
-    window: int,
-) -> None:
-    batch, _, tokens, _ = k_new.shape
-    capacity = k_store.shape[2]
+def _write_on_device(writes: Writes, lengths: Tensor, new_lengths: Tensor | None, window: int) -> None:
+    batch, _, tokens, _ = writes[0][0].shape
+    capacity = writes[0][1].shape[2]
     first = max(0, tokens - capacity)
     if new_lengths is not None and (first > 0 or tokens > 1):
         # Rows differ in which tokens remain. Gather per slot instead of scattering: no slot is written twice.
-        slots = torch.arange(capacity, device=k_store.device)
+        slots = torch.arange(capacity, device=lengths.device)
         last = (lengths + new_lengths)[:, None] - 1  # position of the row's newest token
         position = last - torch.remainder(last - slots, capacity) if window > 0 else slots.expand(batch, -1)
         index = position - lengths[:, None]
         fresh = ((index >= 0) & (index < new_lengths[:, None]))[:, None, :, None]
         pick = index.clamp(0, tokens - 1)[:, None, :, None]
-        for store, new in ((k_store, k_new), (v_store, v_new)):
+        for new, store in writes:
             chosen = torch.gather(new, 2, pick.expand(-1, store.shape[1], -1, store.shape[3]))
             store.copy_(torch.where(fresh, chosen, store))
         return
-    position = lengths[:, None] + torch.arange(first, tokens, device=k_store.device)
+    position = lengths[:, None] + torch.arange(first, tokens, device=lengths.device)
     slot = torch.remainder(position, capacity) if window > 0 else position
     index = slot[:, None, :, None]
-    for store, new in ((k_store, k_new), (v_store, v_new)):
+    for new, store in writes:
         fresh_tokens = new[:, :, first:]
         wide = index.expand(-1, store.shape[1], -1, store.shape[3])
         if new_lengths is not None:  # one token a row: rows without one rewrite what is there

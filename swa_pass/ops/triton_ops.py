@@ -1,9 +1,8 @@
 """The operators on CUDA tensors: checks, then the Triton kernels of `kernels/cuda`.
 
 Registered by the first operator on a CUDA tensor, where Triton is installed (it comes with torch's CUDA builds).
-float64 goes to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no
-check of them; for a linear store, which may be full, an asynchronous one stops the device's stream before anything is
-written.
+float64 goes to the torch twin. Lengths stay on the device: a ring of at least W - 1 slots needs no check of them; for a
+linear store, which may be full, an asynchronous one stops the device's stream before anything is written.
 """
 
 from __future__ import annotations

@@ -17,7 +17,6 @@ import torch
 from torch.fx import GraphModule, Node
 
 from ..graph import erase_all_unused, erase_unused, op_name
-from ..patterns.kv_view import KVView
 from .find import Finding
 
 
@@ -38,10 +37,6 @@ def fuse_sites(gm: GraphModule, findings: list[Finding]) -> list[int]:
         gm.graph.lint()
         gm.recompile()
     return fused
-
-
-def _scales(keys: KVView, values: KVView) -> dict[str, Node | None]:
-    return {} if keys.scale is None else {"k_scale": keys.scale, "v_scale": values.scale}
 
 
 def _append_of(finding: Finding) -> Node | None:
@@ -81,7 +76,8 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
                     "scale": float(site.scale),
                     "softcap": site.softcap,
                     "sinks": site.sinks,
-                    **_scales(keys, values),
+                    "k_scale": keys.scale,
+                    "v_scale": values.scale,
                 },
             )
         out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})
