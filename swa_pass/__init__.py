@@ -6,14 +6,17 @@ model = swa_pass.apply(model)
 from __future__ import annotations
 
 from . import ops  # registers the operators
-from .api import apply, backend, explain, revert, rewrite, warmup
+from .api import apply, backend, explain, revert, warmup
+from .backends import InductorPass
 from .cache import HybridCache, Snapshot, load_snapshot
+from .rewriting import rewrite
 from .spec import LayerSpec, Report
 
 __version__ = "0.1.0"
 
 __all__ = [
     "HybridCache",
+    "InductorPass",
     "LayerSpec",
     "Report",
     "Snapshot",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from .backends import compile_after, inner_compiler
 from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
 from .capture import discover, first_line
@@ -20,9 +21,9 @@ from .hooks import forward_slot
 from .log import logger, say_once
 from .notes import contradictions
 from .ops.build import find_compiler
-from .passes import Rewrite, rewrite_graph
+from .passes import Rewrite
 from .render import ranges
-from .runtime import Runtime, inner_compiler
+from .runtime import Runtime
 from .spec import LayerSpec, Report
 
 _KEY = "_swa_pass"
@@ -128,26 +129,28 @@ def warmup(model: Any, batch: int = 1, length: int = 32) -> None:
     logger.info("swa_pass: captured and compiled in %.1f s", time.perf_counter() - started)
 
 
-def rewrite(graph: torch.fx.GraphModule) -> Rewrite:
-    """Runs the passes on a captured graph, in place, and returns what they did."""
-    return rewrite_graph(graph)
-
-
 def backend(inner: Any = "inductor") -> Any:
-    """A Dynamo backend: the passes, then `inner`. For ``torch.compile(model, backend=swa_pass.backend(...))``."""
+    """A Dynamo backend: the passes, then `inner`. For ``torch.compile(model, backend=swa_pass.backend(...))``.
+
+    Args:
+        inner: the compiler behind the passes: the name of a registered Dynamo backend (``"inductor"``, ``"eager"``,
+            ``"aot_eager"``, ``"hpu_backend"``) or a callable ``(graph_module, example_inputs) -> callable``.
+
+    What is not proven stays as it is, and a graph that needs gradients is left alone. Raises ValueError for a name that
+    no backend has.
+    """
+    _check_backend(inner)
 
     @functools.wraps(dynamo_backend)
     def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        rewrite_graph(gm)
-        return inner_compiler(inner)(gm, inputs)
+        return compile_after(inner, gm, inputs)
 
     return compile_graph
 
 
 def dynamo_backend(gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
     """Registered as the Dynamo backend ``"swa_pass"``."""
-    rewrite_graph(gm)
-    return inner_compiler("inductor")(gm, inputs)
+    return compile_after("inductor", gm, inputs)
 
 
 # ------------------------------------------------------------------------------------------------ hooks on the model
@@ -245,15 +248,19 @@ def resolve_backends(backend: Any) -> dict[str, Any]:
     large matrix products that Inductor leaves to the same library, so its graph runs as it is and compiles in seconds.
     """
     if backend is not None:
-        try:
-            inner_compiler(backend)
-        except Exception as error:  # Dynamo's InvalidBackend, or an import that the backend needs
-            raise ValueError(f"backend={backend!r} is no Dynamo backend: {first_line(error)}") from error
+        _check_backend(backend)
         return {"prefill": backend, "decode": backend}
     missing = missing_for_inductor()
     if missing:
         logger.warning("swa_pass: no %s found, which Inductor needs; graphs run without it.", missing)
     return {"prefill": "eager", "decode": "eager" if missing else "inductor"}
+
+
+def _check_backend(backend: Any) -> None:
+    try:
+        inner_compiler(backend)
+    except Exception as error:  # Dynamo's InvalidBackend, or an import that the backend needs
+        raise ValueError(f"backend={backend!r} is no Dynamo backend: {first_line(error)}") from error
 
 
 def missing_for_inductor() -> str:

@@ -62,6 +62,8 @@ def _symbol_name(key: Any) -> str:
         return f"max({key[1]}, {key[2]})"
     if isinstance(key, tuple) and key and key[0] == "floor":
         return f"floor(({key[1]}) / {key[2]})"
+    if isinstance(key, tuple) and key and key[0] == "if":
+        return f"[{key[1]}]"
     if isinstance(key, tuple):
         return f"{key[0]}[{', '.join(map(str, key[1:]))}]"
     return str(key)
@@ -134,6 +136,15 @@ def maximum(a: Lin, b: Lin) -> Lin:
     return Lin.symbol(("max", first, second))
 
 
+def minimum(a: Lin, b: Lin) -> Lin:
+    return -maximum(-a, -b)
+
+
+def truth(condition: Any) -> Lin:
+    """A condition as a number: 1 where it holds, 0 elsewhere."""
+    return Lin(int(condition)) if isinstance(condition, bool) else Lin.symbol(("if", condition))
+
+
 #: Names of the index variables in a mask's formula.
 INDEXES = ("batch", "head", "q", "k")
 
@@ -148,7 +159,7 @@ def _never_negative(symbol: Any) -> bool:
         return True
     if isinstance(symbol, tuple) and symbol[0] == "max":
         return any(part.is_const and part.const >= 0 for part in symbol[1:])
-    return isinstance(symbol, tuple) and symbol[0] == "size"
+    return isinstance(symbol, tuple) and symbol[0] in ("size", "if")
 
 
 def quotient(a: Lin, divisor: int) -> Lin:
@@ -156,6 +167,11 @@ def quotient(a: Lin, divisor: int) -> Lin:
     if a.is_const:
         return Lin(a.const // divisor)
     return Lin.symbol(("floor", a, divisor))
+
+
+def remainder(a: Lin, divisor: int) -> Lin:
+    """``a mod divisor``, `divisor` > 0, at least zero as Python's is."""
+    return a - quotient(a, divisor).scaled(divisor)
 
 
 def _logical(kind: type[And] | type[Or], identity: bool, a: Formula, b: Formula) -> Formula:

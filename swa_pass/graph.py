@@ -20,6 +20,7 @@ _OPERATOR_NAMES = {
     operator.mul: "mul",
     operator.truediv: "truediv",
     operator.floordiv: "floordiv",
+    operator.mod: "mod",
     operator.matmul: "matmul",
     operator.neg: "neg",
     operator.and_: "and",
@@ -43,6 +44,8 @@ _ALIASES = {
     "bitwise_not": "not",
     "logical_not": "not",
     "view": "reshape",
+    "_unsafe_view": "reshape",
+    "_softmax": "softmax",
     "_to_copy": "to",
     "subtract": "sub",
 }
@@ -70,10 +73,21 @@ def op_name(node: Node) -> str:
 
 
 def example(node: Any) -> Any:
-    """Fake value of a node: Dynamo keeps it under ``example_value``, AOT and export under ``val``."""
-    if isinstance(node, Node):
-        return node.meta.get("example_value", node.meta.get("val"))
-    return node
+    """Fake value of a node: Dynamo keeps it under ``example_value``, AOT and export under ``val``. A tensor that the
+    graph's module holds is its own example."""
+    if not isinstance(node, Node):
+        return node
+    value = node.meta.get("example_value", node.meta.get("val"))
+    if value is None and node.op == "get_attr":
+        value = attribute(node.graph.owning_module, str(node.target))
+    return value
+
+
+def attribute(module: Any, path: str) -> Any:
+    """``module.a.b.0`` by its dotted name; None if there is none."""
+    for name in path.split("."):
+        module = getattr(module, name, None)
+    return module
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
@@ -130,9 +144,50 @@ def has_side_effect(node: Node) -> bool:
             return False
         schema = getattr(target, "_schema", None)
         if schema is not None:
-            return bool(schema.is_mutable)
+            return bool(schema.is_mutable) or node.is_impure(impure_random=False)  # assertions must stay
         return getattr(target, "__name__", "").endswith("_") or node.is_impure()
     return node.op == "call_module"
+
+
+#: Operations whose result may share memory with their first argument.
+_VIEWS = {
+    *("getitem", "select", "slice", "narrow", "split", "chunk", "unbind", "reshape", "flatten", "view_as"),
+    *("contiguous", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "t", "alias", "detach"),
+    *("detach_", "to"),
+}
+
+
+def changed_in_place(node: Node) -> Node | None:
+    """The first operation that writes into the memory of `node`, if anything that uses the node comes after it.
+
+    A formula or a match that was read off `node` would be about what it held before. None: there is no such operation,
+    or all that use the node come before it.
+    """
+    shared, writers, readers = [node], [], []
+    for alias in shared:  # grows while it is walked
+        for user in alias.users:
+            if _writes_to(user, alias):
+                writers.append(user)
+                continue
+            readers.append(user)
+            if op_name(user) in _VIEWS and user.args and user.args[0] is alias and user not in shared:
+                shared.append(user)
+    if not writers:
+        return None
+    order = {other: n for n, other in enumerate(node.graph.nodes)}
+    first = min(writers, key=order.__getitem__)
+    return first if any(order[reader] > order[first] for reader in readers) else None
+
+
+def _writes_to(user: Node, target: Node) -> bool:
+    if not has_side_effect(user) or user.op == "output":
+        return False
+    schema = getattr(user.target, "_schema", None)
+    if schema is None:
+        return bool(user.args) and user.args[0] is target
+    named = {argument.name: argument for argument in schema.arguments}
+    given = [*zip(schema.arguments, user.args), *((named[k], v) for k, v in user.kwargs.items() if k in named)]
+    return any(value is target and a.alias_info is not None and a.alias_info.is_write for a, value in given)
 
 
 def erase_all_unused(gm: GraphModule) -> int:

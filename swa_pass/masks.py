@@ -14,7 +14,7 @@ Nothing is probed numerically and no configuration is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.fx import Node
@@ -55,11 +55,13 @@ class Mask:
     within chunks of `window` keys), ``"bidirectional"``, ``"blocks"`` (causal, and more keys by another rule: a prefix,
     an image) or ``"unknown"``.
     reason: for the last three, which part of the formula stands against a rewrite.
+    seen: where slots fill one by one, how many tokens the mask says came before this step.
     """
 
     kind: str
     window: int | None = None
     reason: str = ""
+    seen: Lin | None = None
 
 
 def unknown(reason: str) -> Mask:
@@ -73,6 +75,7 @@ def prove(
     queries: Any = None,
     keys: Any = None,
     memo: dict[Node, Field] | None = None,
+    fills: bool = False,
 ) -> Mask:
     """Decides about a mask tensor of shape (..., queries, keys).
 
@@ -82,6 +85,8 @@ def prove(
         key_offset: absolute position of key index 0.
         queries, keys: how many there are; an axis of size 1 has only the index 0.
         memo: fields already read in this graph.
+        fills: the keys are a window of slots that fill from its end, and positions are counted from the first slot. The
+            mask must hide the slots that hold nothing yet; `Mask.seen` is the number of tokens that it counts with.
     """
     field = read(mask, memo)
     if not 2 <= field.ndim <= 4:
@@ -89,7 +94,31 @@ def prove(
     query = Lin(0) if is_one(queries) else Lin.symbol("q")
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
     index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-field.ndim :]
-    return decide(broadcast_at(field, index), query_offset + query, key_offset + key)
+    formula = _visible(broadcast_at(field, index))
+    if isinstance(formula, Mask):
+        return formula
+    if not fills:
+        return decide(formula, query_offset + query, key_offset + key)
+    first, formula = _first_slot(formula, key)
+    if first is None:
+        return unknown("the mask shows slots that hold no token yet")
+    return replace(decide(formula, query_offset + query, key_offset + key), seen=query_offset - first)
+
+
+def _first_slot(formula: Formula, key: Lin) -> tuple[Lin | None, Formula]:
+    """x, from the part ``key >= x`` in which x moves with the tokens seen; and the formula without that part."""
+    parts = list(formula.parts) if isinstance(formula, And) else [formula]
+    for part in parts:
+        if not isinstance(part, AtLeastZero):
+            continue
+        first = key - part.lin
+        if not first.is_const and not any(symbol in INDEXES for symbol, _ in first.terms):
+            rest = [other for other in parts if other is not part]
+            whole: Formula = True
+            for other in rest:
+                whole = conjunction(whole, other)
+            return first, whole
+    return None, formula
 
 
 def decide(formula: Formula, query: Lin, key: Lin) -> Mask:

@@ -21,6 +21,7 @@ from torch.fx import Node
 
 from .formula import (
     COMPARISONS,
+    AtLeastZero,
     Field,
     Formula,
     Lin,
@@ -33,10 +34,13 @@ from .formula import (
     is_nonnegative,
     is_one,
     maximum,
+    minimum,
     negation,
     quotient,
+    remainder,
+    truth,
 )
-from .graph import argument, example, integer, op_name, shape_of
+from .graph import argument, attribute, changed_in_place, example, integer, op_name, shape_of
 
 Reader = Callable[[Node, dict[Node, Field]], Field]
 _READERS: dict[str, Reader] = {}
@@ -60,6 +64,9 @@ def _read_node(node: Node, memo: dict[Node, Field]) -> Field:
     if not isinstance(fake, torch.Tensor):
         lin = integer(node)
         return constant(lin if lin is not None else Opaque(f"the value {node.name}"))
+    writer = changed_in_place(node)
+    if writer is not None:
+        return Field(tuple(fake.shape), lambda index: Opaque(f"{node.name}, which {op_name(writer)} changes in place"))
     reader = _READERS.get(op_name(node)) if node.op in ("call_function", "call_method") else None
     if reader is None:
         return _leaf(node, fake)
@@ -68,10 +75,17 @@ def _read_node(node: Node, memo: dict[Node, Field]) -> Field:
 
 def _leaf(node: Node, fake: torch.Tensor) -> Field:
     """A tensor the graph does not make: its integer elements are symbols, anything else is opaque."""
+    if node.op == "get_attr" and _is_constant(node):
+        return _literal(node)
     if node.op in ("placeholder", "get_attr") and not fake.is_floating_point() and fake.dtype != torch.bool:
         return Field(tuple(fake.shape), lambda index: Lin.symbol((node.name, *index)))
     what = f"the graph input {node.name}" if node.op == "placeholder" else f"the operation {op_name(node)}"
     return Field(tuple(fake.shape), lambda index: Opaque(what))
+
+
+def _is_constant(node: Node) -> bool:
+    """A number of the program text, which torch.export lifts out under this name."""
+    return str(node.target).rsplit(".", 1)[-1].startswith("lifted_tensor")
 
 
 def reads(*names: str) -> Callable[[Reader], Reader]:
@@ -120,6 +134,8 @@ def _filled(node: Node, memo: dict[Node, Field]) -> Field:
         value = 1 if "ones" in name else 0
     elif name in ("tensor", "scalar_tensor"):
         value = node.args[0]
+        while isinstance(value, (list, tuple)) and len(value) == 1:
+            value = value[0]
     else:
         value = argument(node, 2 if name == "new_full" else 1, "fill_value", None)
     if isinstance(value, Node) or not isinstance(value, (bool, int, float)):
@@ -193,13 +209,57 @@ def _neg(node: Node, memo: dict[Node, Field]) -> Field:
     )
 
 
-@reads("clamp", "clamp_min", "maximum", "relu")
+@reads("clamp", "clamp_min", "clamp_max", "maximum", "minimum", "relu")
 def _clamp(node: Node, memo: dict[Node, Field]) -> Field:
-    low = 0 if op_name(node) == "relu" else argument(node, 1, "other" if op_name(node) == "maximum" else "min", None)
-    high = argument(node, 2, "max", None) if op_name(node) == "clamp" else None
-    if low is None or high is not None:
+    name = op_name(node)
+    low: Any = None
+    high: Any = None
+    if name == "relu":
+        low = 0
+    elif name in ("maximum", "clamp_min"):
+        low = argument(node, 1, "other" if name == "maximum" else "min", None)
+    elif name in ("minimum", "clamp_max"):
+        high = argument(node, 1, "other" if name == "minimum" else "max", None)
+    else:
+        low, high = argument(node, 1, "min", None), argument(node, 2, "max", None)
+    if (low is None) == (high is None):  # both bounds: a symbol of a symbol, which nobody needs yet
         return _leaf(node, example(node))
-    return elementwise(shape_of(node), _lift(maximum, node), read(node.args[0], memo), read(low, memo))
+    bounded = _lift(maximum if high is None else minimum, node)
+    return elementwise(shape_of(node), bounded, read(node.args[0], memo), read(low if high is None else high, memo))
+
+
+@reads("remainder", "fmod", "mod")
+def _remainder(node: Node, memo: dict[Node, Field]) -> Field:
+    def modulo(a: Lin, b: Lin) -> Formula:
+        if not b.is_const or b.const <= 0:
+            return Opaque("a remainder of two positions")
+        if op_name(node) == "fmod" and not is_nonnegative(a):
+            return Opaque("fmod of what may be negative")
+        return remainder(a, b.const)
+
+    return _binary(node, memo, _lift(modulo, node))
+
+
+@reads("cumsum")
+def _cumsum(node: Node, memo: dict[Node, Field]) -> Field:
+    """Of equal numbers along one dimension: ``ones(n).cumsum(0)`` counts from 1."""
+    source = read(node.args[0], memo)
+    value = source.at((Lin.symbol("any"),)) if source.ndim == 1 else None
+    if not isinstance(value, Lin) or not value.is_const:
+        return _leaf(node, example(node))
+    step = value.const
+    return Field(source.shape, lambda index: index[0].scaled(step) + Lin(step))
+
+
+@reads("sum")
+def _sum(node: Node, memo: dict[Node, Field]) -> Field:
+    source = read(node.args[0], memo)
+    if source.ndim != 0 and not (source.ndim == 1 and is_one(source.shape[0])):
+        return _leaf(node, example(node))
+    value = source.at((Lin(0),) * source.ndim)
+    if isinstance(value, (bool, AtLeastZero)):
+        value = truth(value)
+    return Field(shape_of(node), lambda index: value)
 
 
 def _comparison(name: str) -> Reader:
@@ -242,13 +302,34 @@ def _where(node: Node, memo: dict[Node, Field]) -> Field:
 # ---------------------------------------------------------------------------------------------- shapes
 
 
-@reads("to", "contiguous", "clone", "detach", "bool", "long", "type_as", "alias", "lift_fresh_copy")
+@reads("to", "contiguous", "clone", "detach", "detach_", "bool", "long", "int", "type_as", "alias", "lift_fresh_copy")
 def _same(node: Node, memo: dict[Node, Field]) -> Field:
     source, fake = read(node.args[0], memo), example(node)
     before = example(node.args[0])
+    if op_name(node) == "lift_fresh_copy" and isinstance(node.args[0], Node) and node.args[0].op == "get_attr":
+        return _literal(node.args[0])  # how torch.tensor([...]) looks once it is traced
     if before.dtype == fake.dtype or {before.dtype, fake.dtype} <= {torch.int32, torch.int64}:
         return source
+    if before.dtype == torch.bool and fake.dtype in (torch.int32, torch.int64):
+        return Field(source.shape, lambda index: _counted(source.at(index)))
     return Field(source.shape, lambda index: Opaque(f"a cast from {before.dtype} to {fake.dtype}"))
+
+
+def _counted(condition: Formula) -> Formula:
+    known = isinstance(condition, (bool, AtLeastZero))
+    return truth(condition) if known else Opaque(f"a condition used as a number: {condition}")
+
+
+def _literal(node: Node) -> Field:
+    """A tensor whose numbers stand in the graph: of one number, or of equal ones."""
+    shape = shape_of(node)
+    values = attribute(node.graph.owning_module, str(node.target))
+    if type(values) is not torch.Tensor or values.is_floating_point() or not 0 < values.numel() <= 4096:
+        return Field(shape, lambda index: Opaque("a constant tensor"))
+    first = values.flatten()[0].item()
+    if not bool((values == first).all()):
+        return Field(shape, lambda index: Opaque("a constant tensor of several numbers"))
+    return Field(shape, lambda index: bool(first) if values.dtype == torch.bool else Lin(int(first)))
 
 
 @reads("expand", "expand_as", "broadcast_to")

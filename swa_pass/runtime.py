@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .backends import inner_compiler
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
 from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers
@@ -300,7 +301,7 @@ class Step:
             cache.clock.managed = False
 
     def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
-        rewrite = rewrite_graph(gm, lower=self.runtime.decode_linear)
+        rewrite = rewrite_graph(gm, lower=self.runtime.decode_linear, states=False)
         self.rewrites.append(rewrite)
         compiled = _compile_with(self.runtime.backends[self.kind], gm, inputs)
         if not rewrite.views_left:
@@ -318,13 +319,6 @@ def _compile_with(backend: Any, gm: torch.fx.GraphModule, inputs: list[Any]) -> 
     """Inductor takes a second per layer and more, so equal layers share the work; others get the graph whole."""
     compiler = inner_compiler(backend)
     return compile_in_pieces(gm, inputs, compiler) if backend == "inductor" else compiler(gm, inputs)
-
-
-def inner_compiler(backend: Any) -> Callable[..., Any]:
-    """The compiler behind our pass: a callable, or the name of a registered Dynamo backend."""
-    if callable(backend):
-        return backend
-    return torch._dynamo.lookup_backend(backend)
 
 
 def canonical(kwargs: dict[str, Any], decode: bool) -> dict[str, Any]:

@@ -2,10 +2,12 @@
 
     find      attention sites, what their masks are, where their keys come from      (passes/find.py)
     fuse      sites that are proven -> attention on the store + write of the new token (passes/fuse.py)
+    states    the same for graphs that keep keys in tensors of their own: what idiom, what mask  (passes/states.py)
+    adopt     proven states -> rings where the graph owns them, attention in place elsewhere     (passes/adopt.py)
     lower     linears with half-precision CPU weights -> a kernel for a few rows        (passes/decode_linear.py)
 
-`rewrite_graph` runs them on a graph that Dynamo captured from a model with a HybridCache. `lower` is for graphs that
-will run as they are (an applied model's); a graph that is only looked at, or saved, does without.
+`find` and `fuse` are for graphs captured with a HybridCache, `states` and `adopt` for every other graph, and `lower` is
+for graphs that will run as they are (an applied model's); a graph that is only looked at, or saved, does without.
 """
 
 from __future__ import annotations
@@ -13,37 +15,81 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.fx import GraphModule
 
+from ..graph import op_name
+from ..patterns.kv_view import is_view
+from .adopt import adopt_states
 from .decode_linear import use_decode_linear
 from .find import Finding, find_sites
 from .fuse import fuse_sites
+from .states import StateFinding, find_states
 
 
 @dataclass(frozen=True)
 class Rewrite:
-    """What one graph went through. `views_left`: layers whose keys are still read in time order (not fused)."""
+    """What one graph went through.
 
+    graph: the rewritten graph (the one that was given, changed in place; an ExportedProgram for an ExportedProgram).
+    findings: attention on a HybridCache;  fused: its layers that were rewritten;  views_left: its layers whose keys are
+        still read in time order.
+    states: attention on states that the graph keeps itself, each with the reason if it was left alone.
+    owned: buffers that the graph got from us, by name: rings, and the number of tokens seen.
+    """
+
+    graph: Any
     findings: tuple[Finding, ...]
     fused: tuple[int, ...]
     views_left: tuple[int, ...]
+    states: tuple[StateFinding, ...]
+    owned: dict[str, Tensor]
     linears: int
     ops_before: tuple[str, ...]
     ops_after: tuple[str, ...]
 
+    @property
+    def matches(self) -> int:
+        """Attention sites that were rewritten."""
+        return len([f for f in self.findings if f.layer in self.fused]) + len([f for f in self.states if not f.refusal])
 
-def rewrite_graph(gm: GraphModule, lower: bool = False) -> Rewrite:
-    """Rewrites `gm` in place. What is not proven stays as it is."""
-    from ..graph import op_name
-    from ..patterns.kv_view import is_view
+    @property
+    def refusals(self) -> list[str]:
+        """One sentence for every attention on a cache that was left as it is."""
+        kept = [f"layer {f.layer}: {f.refusal}" for f in self.findings if f.refusal]
+        return kept + [str(f) for f in self.states if f.refusal]
 
+    @property
+    def changed(self) -> bool:
+        return bool(self.fused or self.linears or any(not f.refusal for f in self.states))
+
+
+def rewrite_graph(
+    gm: GraphModule, lower: bool = False, states: bool = True, own_state: bool = False, slack: int = 0
+) -> Rewrite:
+    """Rewrites `gm` in place. What is not proven stays as it is.
+
+    states: look for states that the graph keeps itself.  own_state: the buffers of `gm` are its alone.
+    slack: tokens by which positions may go back in a ring that replaces a linear store.
+    """
     before = tuple(op_name(node) for node in gm.graph.nodes)
     findings = find_sites(gm)
     fused = fuse_sites(gm, findings)
+    kept = find_states(gm, own_state) if states else []
+    owned = adopt_states(gm, kept, slack)
     linears = use_decode_linear(gm) if lower else 0
     left: list[Any] = sorted({node.args[4] for node in gm.graph.nodes if is_view(node)})
     after = tuple(op_name(node) for node in gm.graph.nodes)
-    return Rewrite(tuple(findings), tuple(fused), tuple(left), linears, before, after)
+    return Rewrite(gm, tuple(findings), tuple(fused), tuple(left), tuple(kept), owned, linears, before, after)
 
 
-__all__ = ["Finding", "Rewrite", "find_sites", "fuse_sites", "rewrite_graph", "use_decode_linear"]
+__all__ = [
+    "Finding",
+    "Rewrite",
+    "StateFinding",
+    "find_sites",
+    "find_states",
+    "fuse_sites",
+    "rewrite_graph",
+    "use_decode_linear",
+]

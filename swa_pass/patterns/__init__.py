@@ -1,16 +1,19 @@
 """How attention and cache reads look in graphs, one idiom a file.
 
 An attention idiom has ``match(node) -> AttentionSite | None`` (pure and cheap) and ``validate(site) -> str`` (empty, or
-one sentence that says why the site cannot be rewritten). To add one: write the file, list it in `ATTENTION`.
+one sentence that says why the site cannot be rewritten). A cache idiom has ``match(read, reader) -> StateUse | None``:
+`read` is what an attention reads as its keys or values, `reader` the attention. To add one: write the file and list it.
 """
 
 from __future__ import annotations
 
 from types import ModuleType
 
-from . import eager, lse_sinks, sdpa
+from . import eager, gathered_window, joined_tokens, linear_store, lse_sinks, sdpa, shifted_window
 from .site import AttentionSite
+from .state import StateUse
 
 ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks)
+CACHES: tuple[ModuleType, ...] = (linear_store, shifted_window, gathered_window, joined_tokens)
 
-__all__ = ["ATTENTION", "AttentionSite"]
+__all__ = ["ATTENTION", "CACHES", "AttentionSite", "StateUse"]

@@ -25,10 +25,10 @@ from torch.fx import Node
 
 from ..graph import argument, before, example, op_name, shape_of
 from ..masks import ADDITIVE_HIDDEN
+from .products import factors
 from .site import AttentionSite
 
 _TRANSPARENT = {"to", "float", "type_as", "contiguous", "half", "bfloat16"}
-_MATMUL = {"matmul", "bmm", "__matmul__"}
 
 
 class _Stop(Exception):
@@ -36,9 +36,10 @@ class _Stop(Exception):
 
 
 def match(node: Node) -> AttentionSite | None:
-    if op_name(node) not in _MATMUL or len(shape_of(node)) != 4:
+    product = factors(node)
+    if product is None:
         return None
-    weights, value = node.args[0], node.args[1]
+    weights, value = product
     softmax, dropout, drops_column = _softmax_behind(weights)
     if softmax is None or not isinstance(value, Node):
         return None
@@ -51,9 +52,14 @@ def match(node: Node) -> AttentionSite | None:
     except _Stop as stop:
         found["problem"] = str(stop)
         scores = _first_matmul(softmax)
-    if not isinstance(scores, Node) or op_name(scores) not in _MATMUL:
+    product = factors(scores)
+    if product is None:
         return None
-    query, key = _before_upcast(scores.args[0]), _before_upcast(_untransposed(scores.args[1]))
+    keys, factor = _times_number(through(product[1]))
+    if factor != 1.0:  # the decomposed SDPA scales both sides by the root; what the keys got belongs to the scores
+        found["scale"] *= factor
+        product = product[0], keys
+    query, key = _before_upcast(product[0]), _before_upcast(_untransposed(product[1]))
     if not isinstance(query, Node) or key is None:
         return None
     return AttentionSite(
@@ -88,7 +94,8 @@ def _is_upcast(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def softmax_input(node: Node) -> Any:
     """What goes into the softmax of an attention that `match` knows: the scores, masked."""
-    softmax, _, _ = _softmax_behind(node.args[0])
+    product = factors(node)
+    softmax, _, _ = _softmax_behind(product[0] if product else None)
     return softmax.args[0] if softmax is not None else None
 
 
@@ -104,10 +111,34 @@ def _softmax_behind(node: Any) -> tuple[Node | None, float, bool]:
                 dropout = argument(node, 1, "p", 0.5)
         elif name == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None)):
             drops_column = True
+        elif name == "where":
+            node = _without_guard(node)
+            continue
         elif name not in _TRANSPARENT:
             return None, 0.0, False
         node = node.args[0]
     return None, 0.0, False
+
+
+def _without_guard(node: Node) -> Any:
+    """The softmax in ``where(~any(scores != -inf), 0, softmax(scores))``: a query that sees nothing yields zeros, as it
+    does in the fused attention. None for any other ``where``."""
+    condition, zeros, softmax = node.args if len(node.args) == 3 else (None, None, None)
+    chain = ("not", "any", "not", "eq")
+    for name in chain:
+        if not isinstance(condition, Node) or op_name(condition) != name:
+            return None
+        if name == "eq":
+            break
+        condition = condition.args[0]
+    is_softmax = isinstance(softmax, Node) and op_name(softmax) == "softmax"
+    if not is_softmax or not isinstance(condition, Node) or condition.args[1] != -float("inf"):
+        return None
+    if not isinstance(zeros, Node) or op_name(zeros) not in ("full_like", "zeros_like"):
+        return None
+    is_zero = argument(zeros, 1, "fill_value", 0) == 0
+    same = isinstance(softmax, Node) and condition.args[0] is softmax.args[0]
+    return softmax if same and is_zero else None
 
 
 def _check_softmax(softmax: Node, scores: Any) -> None:
@@ -157,7 +188,7 @@ def _read_scores(scores: Any, found: dict[str, Any]) -> Any:
     inner, factor = _times_number(through(scores))
     found["scale"] = factor
     inner = through(inner)
-    if not isinstance(inner, Node) or op_name(inner) not in _MATMUL:
+    if factors(inner) is None:
         what = op_name(inner) if isinstance(inner, Node) else repr(inner)
         raise _Stop(f"{what} stands between the scores and the softmax, which no idiom knows")
     return inner
@@ -189,9 +220,9 @@ def _holds_scores(node: Any) -> bool:
         node = through(node)
         if not isinstance(node, Node):
             return False
-        name = op_name(node)
-        if name in _MATMUL:
+        if factors(node) is not None:
             return True
+        name = op_name(node)
         if name not in ("mul", "truediv", "div", "tanh", "add"):
             return False
         node = node.args[0]
@@ -229,7 +260,8 @@ def _first_matmul(node: Node) -> Any:
     queue = [node]
     while queue:
         current = queue.pop(0)
-        if op_name(current) in _MATMUL and current is not node and _untransposed(current.args[1]) is not None:
+        product = factors(current)
+        if product is not None and current is not node and _untransposed(product[1]) is not None:
             return current
         for parent in current.all_input_nodes:
             if parent not in seen and len(seen) < 64:
@@ -241,8 +273,12 @@ def _first_matmul(node: Node) -> Any:
 def _untransposed(node: Any) -> Node | None:
     """``k`` from ``k.transpose(2, 3)``."""
     node = through(node)
-    if not isinstance(node, Node) or op_name(node) != "transpose" or example(node) is None:
+    if not isinstance(node, Node) or example(node) is None:
         return None
     ndim = len(shape_of(node))
+    if op_name(node) == "permute" and ndim == 4:
+        return node.args[0] if list(node.args[1]) == [0, 1, 3, 2] else None  # type: ignore[arg-type, return-value]
+    if op_name(node) != "transpose":
+        return None
     dims = {int(d) % ndim for d in node.args[1:3]} if len(node.args) == 3 else set()  # type: ignore[arg-type]
     return node.args[0] if dims == {ndim - 2, ndim - 1} and isinstance(node.args[0], Node) else None

@@ -72,35 +72,39 @@ def is_view(node: Node) -> bool:
 
 def find(node: Node) -> KVView | None:
     """Follows an attention's key or value back to the view it comes from, through repeat_kv only."""
+    source, groups = ungrouped(node)
+    return KVView(source, groups) if is_view(source) else None
+
+
+def ungrouped(node: Node) -> tuple[Node, int]:
+    """What a repeat_kv repeats and how often; the node itself and 1 if it is none."""
     node = _before_moves(node)
-    if is_view(node):
-        return KVView(node, 1)
     if op_name(node) != "reshape":
-        return None
-    expanded = node.args[0]
+        return node, 1
+    expanded = _before_moves(node.args[0])
     if not isinstance(expanded, Node) or op_name(expanded) != "expand" or len(shape_of(expanded)) != 5:
-        return None
+        return node, 1
     inserted = expanded.args[0]
     if not isinstance(inserted, Node) or op_name(inserted) not in ("getitem", "unsqueeze"):
-        return None
+        return node, 1
     source = _before_moves(inserted.args[0])
-    if not isinstance(source, Node) or not is_view(source):
-        return None
+    if not isinstance(source, Node) or len(shape_of(source)) != 4:
+        return node, 1
     batch, kv_heads, length, head_dim = shape_of(source)
     groups = shape_of(expanded)[2]
     repeated = (batch, kv_heads, groups, length, head_dim)
     wanted = (batch, kv_heads * groups, length, head_dim)
     one_inserted = (batch, kv_heads, 1, length, head_dim)
     if not isinstance(groups, int) or _sizes(shape_of(inserted)) != _sizes(one_inserted):
-        return None
+        return node, 1
     if _sizes(shape_of(expanded)) != _sizes(repeated) or _sizes(shape_of(node)) != _sizes(wanted):
-        return None
-    return KVView(source, groups)
+        return node, 1
+    return source, groups
 
 
 def _before_moves(node: Any) -> Any:
     """Without casts and moves that change nothing, such as ``keys.to(query.device)`` on one device."""
-    return before(node, ("to", "contiguous"), lambda a, b: (a.dtype, a.device) == (b.dtype, b.device))
+    return before(node, ("to", "contiguous", "clone"), lambda a, b: (a.dtype, a.device) == (b.dtype, b.device))
 
 
 def _sizes(shape: tuple[object, ...]) -> list[str]:

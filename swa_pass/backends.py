@@ -1,0 +1,66 @@
+"""The pass inside compilers: a Dynamo backend in front of any other, and a pass for Inductor's own list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, GraphModule
+
+from .graph import example
+from .log import logger
+from .passes import rewrite_graph
+
+
+def inner_compiler(backend: Any) -> Callable[..., Any]:
+    """The compiler behind our pass: a callable, or the name of a registered Dynamo backend."""
+    if callable(backend):
+        return backend
+    return torch._dynamo.lookup_backend(backend)
+
+
+def compile_after(inner: Any, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """The passes on one Dynamo graph, then the compiler `inner`. Graphs that need gradients go through as they are."""
+    if needs_gradients(gm):
+        logger.info("swa_pass: a graph that needs gradients is left alone")
+    else:
+        result = rewrite_graph(gm)
+        if result.matches or result.refusals:
+            logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, len(result.refusals))
+    return inner_compiler(inner)(gm, inputs)
+
+
+def needs_gradients(gm: GraphModule) -> bool:
+    """Whether autograd may ask for a backward of this graph: our operators have none."""
+    if not torch.is_grad_enabled():
+        return False
+    values = (example(node) for node in gm.graph.nodes if node.op in ("placeholder", "get_attr"))
+    return any(isinstance(value, torch.Tensor) and value.requires_grad for value in values)
+
+
+class InductorPass(CustomGraphPass):
+    """The passes as an entry in Inductor's list, for code whose ``backend="inductor"`` cannot be changed.
+
+        torch._inductor.config.pre_grad_custom_pass = swa_pass.InductorPass()
+
+    Inductor puts `uuid` into the keys of its caches, so a compiled graph is found again by the same pass only.
+    """
+
+    def __call__(self, graph: Graph) -> None:
+        gm = graph.owning_module
+        if gm is not None and not needs_gradients(gm):
+            rewrite_graph(gm)
+
+    def uuid(self) -> bytes:
+        """A hash of the source of everything that decides what is rewritten: equal in every process."""
+        here = Path(__file__).parent
+        sources = [
+            *here.glob("*.py"),
+            *here.glob("passes/*.py"),
+            *here.glob("patterns/*.py"),
+            here / "ops" / "schema.py",
+        ]
+        return get_hash_for_files(tuple(sorted(map(str, sources))))

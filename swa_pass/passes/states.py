@@ -1,0 +1,162 @@
+"""Finds attention on states that a graph keeps itself (see `patterns.state`), proves its masks, and changes nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch.fx import GraphModule, Node
+
+from ..formula import Field
+from ..graph import changed_in_place, example, has_side_effect, op_name, shape_of
+from ..masks import Mask, prove, unknown
+from ..patterns import ATTENTION, CACHES, AttentionSite
+from ..patterns.kv_view import ungrouped
+from ..patterns.positions import assume
+from ..patterns.state import StateUse, same_tensor
+
+
+@dataclass(frozen=True)
+class StateFinding:
+    """One attention on keys and values that are kept in states of the graph.
+
+    owned: nobody but this graph can see the states, so their layout may change.
+    refusal: why the site is left alone (empty: it is rewritten).
+    """
+
+    site: AttentionSite
+    keys: StateUse
+    values: StateUse
+    mask: Mask
+    owned: bool
+    refusal: str
+
+    @property
+    def window(self) -> int:
+        """Keys that a query sees, its own included; 0 for all of them."""
+        if self.keys.layout == "window":
+            return min(self.mask.window or self.keys.slots, self.keys.slots)
+        return self.mask.window or 0
+
+    @property
+    def name(self) -> str:
+        return str(self.keys.state.target) if self.keys.state.op == "get_attr" else self.keys.state.name
+
+    def __str__(self) -> str:
+        what = f"window {self.window}" if self.window else "all keys"
+        return f"{self.name} ({self.keys.idiom}): {self.refusal or what}"
+
+
+def find_states(gm: GraphModule, own_state: bool) -> list[StateFinding]:
+    memo: dict[Node, Field] = {}
+    findings = []
+    for node in gm.graph.nodes:
+        for idiom in ATTENTION:
+            site = idiom.match(node)
+            if site is None:
+                continue
+            found = [_use(source, node) for source in (site.key, site.value)]
+            keys, values = found
+            if keys is None or values is None:
+                continue
+            (keys_use, key_groups), (values_use, value_groups) = keys, values
+            owned = own_state and all(use.state.op == "get_attr" for use in (keys_use, values_use))
+            shape = _mismatch(site, keys_use, values_use, key_groups, value_groups)
+            if _needs_no_mask(site, keys_use):
+                problem, mask = shape, Mask("full")
+            else:
+                problem = idiom.validate(site) or shape or _not_ours(keys_use, owned)
+                mask = unknown(problem) if problem else _prove(site, keys_use, memo)
+            refusal = problem or mask.reason or ("" if mask.kind in ("full", "sliding") else f"the mask is {mask.kind}")
+            findings.append(StateFinding(site, keys_use, values_use, mask, owned, refusal))
+    inner = {finding.site.inner for finding in findings}
+    findings = [finding for finding in findings if finding.site.node not in inner]
+    return [_alone(finding, findings) for finding in findings]
+
+
+def _use(node: Node, reader: Node) -> tuple[StateUse, int] | None:
+    source, groups = ungrouped(node)
+    for idiom in CACHES:
+        use = idiom.match(source, reader)
+        if use is not None:
+            return use, groups
+    return None
+
+
+def _prove(site: AttentionSite, keys: StateUse, memo: dict[Node, Field]) -> Mask:
+    new, queries = shape_of(keys.new)[2], shape_of(site.query)[2]
+    if str(new) != str(queries):
+        return unknown(f"{queries} queries of {new} new tokens: which ones is not known")
+    if keys.index is not None:
+        assume(keys.index, memo)
+    width = shape_of(site.key)[2]
+    return prove(site.mask, keys.query_offset, keys.key_offset, queries, width, memo, fills=keys.fills)
+
+
+def _mismatch(site: AttentionSite, keys: StateUse, values: StateUse, key_groups: int, value_groups: int) -> str:
+    if (keys.idiom, keys.query_offset, keys.key_offset) != (values.idiom, values.query_offset, values.key_offset):
+        return f"keys are kept as {keys.idiom} and values as {values.idiom}, or at other positions"
+    if same_tensor(keys.state, values.state):
+        return "keys and values are kept in one tensor"
+    heads, kv_heads = shape_of(site.query)[1], shape_of(keys.new)[1]
+    if key_groups != value_groups or (not site.grouped and key_groups * kv_heads != heads) or heads % kv_heads:
+        return f"{heads} query heads do not match {kv_heads} kv heads repeated {key_groups} times"
+    if len({example(x).dtype for x in (site.query, keys.new, values.new)}) > 1:
+        return "queries, keys and values differ in dtype"
+    if not isinstance(site.scale, (int, float)):
+        return f"the scale is computed in the graph ({site.scale}), not a number"
+    return ""
+
+
+def _needs_no_mask(site: AttentionSite, keys: StateUse) -> bool:
+    """One query that comes after all that is read sees all of it."""
+    plain = site.mask is None and not site.is_causal and not site.problem and site.dropout == 0.0
+    return plain and keys.layout == "joined" and str(shape_of(site.query)[2]) == "1"
+
+
+def _not_ours(keys: StateUse, owned: bool) -> str:
+    if keys.layout == "window" and not owned:
+        return (
+            "its state belongs to the caller, who may read it in order of time, and a ring keeps another order. "
+            "Rewrite a graph that holds its state (torch.export), or use swa_pass.apply on the model"
+        )
+    return ""
+
+
+def _alone(finding: StateFinding, findings: list[StateFinding]) -> StateFinding:
+    """Refuses a site whose states, after this step's write, something else reads too."""
+    if finding.refusal:
+        return finding
+    for use in (finding.keys, finding.values):
+        read_late = (finding.site.query, use.new, *((use.state,) if use.layout == "joined" else ()))
+        changed = next((node for node in read_late if changed_in_place(node)), None)
+        if changed is not None:
+            return replace(finding, refusal=f"{changed.name} is changed in place")
+    if finding.keys.layout == "joined":
+        return finding
+    replaced = {finding.site.node}
+    for use in (finding.keys, finding.values):
+        start = {use.value, *use.writes}
+        if use.layout == "window" or finding.owned:
+            start |= {node for node in use.state.graph.nodes if same_tensor(node, use.state)}
+        else:
+            start.add(use.state)
+        reader = _reader(start, replaced | set(use.writes), use)
+        if reader:
+            return replace(finding, refusal=f"its keys or values are also read by {reader}")
+    return finding
+
+
+def _reader(start: set[Node], allowed: set[Node], use: StateUse) -> str:
+    """Name of something beyond `allowed` that depends on the nodes of `start`; empty if there is none."""
+    queue: list[Node] = list(start)
+    seen = set(start)
+    while queue:
+        node = queue.pop()
+        for user in node.users:
+            if user in allowed or user in seen:
+                continue
+            if has_side_effect(user):
+                return op_name(user) if user.op != "output" else f"the output, through {op_name(node)}"
+            seen.add(user)
+            queue.append(user)
+    return ""

@@ -1,0 +1,169 @@
+"""Small decoders that keep their KV cache in buffers of their own, each in another idiom that is found in the wild.
+
+They share everything but `step`: how a layer writes its new keys, and what it reads. `reference` is the same decoder
+without a cache.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+BATCH, HEADS, KV_HEADS, HEAD_DIM, VOCAB = 2, 4, 2, 8, 64
+W, SLOTS = 8, 64
+
+
+class Decoder(nn.Module):
+    """`forward(ids (B, N), position (N,)) -> logits (B, N, VOCAB)`; attention over the last `window` keys."""
+
+    slots = SLOTS
+
+    def __init__(self, layers: int = 2, window: int = W, shown: int | None = None, eager: bool = False) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.randn(*shape, generator=generator) / math.sqrt(shape[-1]), requires_grad=False)
+
+        self.layers, self.window, self.shown, self.eager = layers, window, shown or window, eager
+        width = HEADS * HEAD_DIM
+        self.embed = weight(VOCAB, width)
+        self.qkv = nn.ParameterList(weight((HEADS + 2 * KV_HEADS) * HEAD_DIM, width) for _ in range(layers))
+        self.out = nn.ParameterList(weight(width, width) for _ in range(layers))
+        for n in range(layers):
+            for kind in "kv":
+                self.register_buffer(f"{kind}_cache_{n}", torch.zeros(BATCH, KV_HEADS, self.slots, HEAD_DIM))
+
+    def forward(self, ids: Tensor, position: Tensor) -> Tensor:
+        x = self.embed[ids] * 2.0
+        for n in range(self.layers):
+            q, k, v = self.heads(n, x, position)
+            keys, values, mask = self.step(n, k, v, position)
+            x = x + self.merge(n, self.attend(q, keys, values, mask))
+        return x @ self.embed.T
+
+    def heads(self, n: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        batch, new = x.shape[0], x.shape[1]
+        flat = F.layer_norm(x, x.shape[-1:]) @ self.qkv[n].T
+        parts = flat.view(batch, new, -1, HEAD_DIM).transpose(1, 2)
+        q, k, v = parts.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        turn = torch.cos(position * 0.1)[:, None]  # the keys know where they are
+        return q * 3.0 * turn, k * turn, v
+
+    def merge(self, n: int, out: Tensor) -> Tensor:
+        return out.transpose(1, 2).reshape(out.shape[0], out.shape[2], -1) @ self.out[n].T
+
+    def attend(self, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+        batch, heads, length = keys.shape[0], q.shape[1], keys.shape[2]
+        shape = (batch, KV_HEADS, heads // KV_HEADS, length, HEAD_DIM)
+        keys = keys[:, :, None].expand(shape).reshape(batch, heads, length, HEAD_DIM)
+        values = values[:, :, None].expand(shape).reshape(batch, heads, length, HEAD_DIM)
+        if not self.eager:
+            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.4)
+        scores = torch.matmul(q, keys.transpose(2, 3)) * 0.4
+        scores = scores + torch.where(mask, 0.0, torch.finfo(q.dtype).min)
+        return torch.matmul(torch.softmax(scores, dim=-1), values)
+
+    def reference(self, ids: Tensor) -> Tensor:
+        """Logits of a whole text, without a cache."""
+        position = torch.arange(ids.shape[1])
+        distance = position[:, None] - position[None, :]
+        mask = ((distance >= 0) & (distance < self.window))[None, None]
+        x = self.embed[ids] * 2.0
+        for n in range(self.layers):
+            q, k, v = self.heads(n, x, position)
+            x = x + self.merge(n, self.attend(q, k, v, mask))
+        return x @ self.embed.T
+
+    def step(self, n: int, k: Tensor, v: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def stores(self, n: int) -> tuple[Tensor, Tensor]:
+        return getattr(self, f"k_cache_{n}"), getattr(self, f"v_cache_{n}")
+
+    def causal(self, position: Tensor, key: Tensor) -> Tensor:
+        """(1, 1, N, keys): the window, and nothing before the first token."""
+        distance = position[:, None] - key[None, :]
+        return ((distance >= 0) & (distance < self.shown) & (key >= 0)[None, :])[None, None]
+
+
+class IndexCopy(Decoder):
+    """A linear store of the whole context: transformers' StaticCache, optimum-habana, gpt-fast."""
+
+    def step(self, n, k, v, position):
+        for store, new in zip(self.stores(n), (k, v)):
+            store.index_copy_(2, position, new)
+        return *self.stores(n), self.causal(position, torch.arange(self.slots))
+
+
+class IndexPut(IndexCopy):
+    """The same with ``store[:, :, position] = new``."""
+
+    def step(self, n, k, v, position):
+        for store, new in zip(self.stores(n), (k, v)):
+            store[:, :, position] = new
+        return *self.stores(n), self.causal(position, torch.arange(self.slots))
+
+
+class Roll(Decoder):
+    """A window that is shifted by one for every token: transformers' StaticSlidingWindowLayer."""
+
+    slots = W
+
+    def step(self, n, k, v, position):
+        result = []
+        for store, new in zip(self.stores(n), (k, v)):
+            rolled = store.roll(-1, dims=-2)
+            rolled[:, :, torch.tensor([-1])] = new
+            store.copy_(rolled)
+            result.append(rolled)
+        return *result, self.causal(position, position - (W - 1) + torch.arange(W))
+
+
+class Shift(Decoder):
+    """The same as a concatenation."""
+
+    slots = W
+
+    def step(self, n, k, v, position):
+        result = []
+        for store, new in zip(self.stores(n), (k, v)):
+            store.copy_(torch.cat([store[:, :, 1:], new], dim=2))
+            result.append(store)
+        return *result, self.causal(position, position - (W - 1) + torch.arange(W))
+
+
+class Gather(Decoder):
+    """A window that is gathered by an index tensor once it is full: transformers 4.5x' SlidingWindowLayer."""
+
+    slots = W
+
+    def step(self, n, k, v, position):
+        index = (torch.arange(W) + (position > W - 1).to(torch.int64)) % W
+        result = []
+        for store, new in zip(self.stores(n), (k, v)):
+            moved = store[:, :, index]
+            moved = moved.index_copy(2, position.clamp(max=W - 1), new)
+            store.copy_(moved)
+            result.append(moved)
+        return *result, self.causal(position, (position - (W - 1)).clamp(min=0) + torch.arange(W))
+
+
+class Cat(Decoder):
+    """State goes in and out as tensors: transformers' DynamicCache. Keeps W - 1 keys once it has them."""
+
+    def forward(self, ids, position, *past):  # type: ignore[override]
+        self.past, self.present = past, []
+        logits = super().forward(ids, position)
+        return logits, *self.present
+
+    def step(self, n, k, v, position):
+        past = self.past[2 * n : 2 * n + 2]
+        full = [torch.cat([old, new], dim=2) for old, new in zip(past, (k, v))]
+        self.present += [x[:, :, -(W - 1) :] for x in full]
+        held = past[0].shape[2]
+        distance = position[:, None] - (position[0] - held + torch.arange(held + k.shape[2]))[None, :]
+        return *full, ((distance >= 0) & (distance < self.shown))[None, None]
