@@ -40,10 +40,13 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor, position: Tensor) -> Tensor:
         x = self.embed[ids] * 2.0
         for n in range(self.layers):
-            q, k, v = self.heads(n, x, position)
-            keys, values, mask = self.step(n, k, v, position)
-            x = x + self.merge(n, self.attend(q, keys, values, mask))
+            x = self.layer(n, x, position)
         return x @ self.embed.T
+
+    def layer(self, n: int, x: Tensor, position: Tensor) -> Tensor:
+        q, k, v = self.heads(n, x, position)
+        keys, values, mask = self.step(n, k, v, position)
+        return x + self.merge(n, self.attend(q, keys, values, mask))
 
     def heads(self, n: int, x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         batch, new = x.shape[0], x.shape[1]

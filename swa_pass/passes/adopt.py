@@ -59,6 +59,9 @@ class _Writer:
         self._seen: Node | None = None
         self._next: Node | None = None
         self._checked: set[Any] = set()
+        values = (example(node) for node in gm.graph.nodes)
+        modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
+        self._mode = modes.pop() if len(modes) == 1 else None
 
     def rewrite(self, finding: StateFinding) -> None:
         site, keys, values = finding.site, finding.keys, finding.values
@@ -146,9 +149,9 @@ class _Writer:
         seen = self._seen
         tokens = self._tokens(new)
         if self._next is None:
-            self._next = self._call(aten.add.Tensor, position, tokens)
+            self._next = self._call(aten.add.Scalar, position, tokens)
         on = self._call(aten.le.Tensor, position, seen)
-        near = self._call(aten.ge.Tensor, self._call(aten.add.Tensor, position, back), seen)
+        near = self._call(aten.ge.Tensor, self._call(aten.add.Scalar, position, back), seen)
         good = self._call(aten.logical_and.default, on, near)
         good = self._call(aten.logical_or.default, good, self._call(aten.eq.Scalar, position, 0))
         message = (
@@ -162,7 +165,7 @@ class _Writer:
         limit = slots if isinstance(slots, int) else None
         if limit is None:
             return
-        end = self._call(aten.add.Tensor, position, self._tokens(new))
+        end = self._call(aten.add.Scalar, position, self._tokens(new))
         message = f"swa_pass: the store of the graph holds {limit} positions, and this call goes beyond them"
         self._call(aten._assert_async.msg, self._call(aten.le.Scalar, end, limit), message)
 
@@ -194,20 +197,17 @@ class _Writer:
     def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         node = self.gm.graph.call_function(target, args, kwargs)
         if target not in (aten._assert_async.msg, aten.copy_.default):
-            value = _result(target, [example(arg) for arg in args], kwargs)
+            value = _result(target, torch.fx.map_arg(args, example), kwargs, self._mode)
             if value is not None:
                 node.meta["val"] = value
         return node
 
 
-def _result(target: Callable[..., Any], values: list[Any], kwargs: dict[str, Any]) -> Any:
+def _result(target: Callable[..., Any], values: Any, kwargs: dict[str, Any], mode: Any) -> Any:
     """The fake value of a new node; None where the graph's own values are of several kinds, as make_fx leaves them."""
     modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
-    if None in values or len(modes) > 1:
+    if any(value is None for value in values) or mode is None or modes - {mode}:
         return None
-    mode = next(iter(modes), None)
-    if mode is None:
-        return target(*values, **kwargs)
     with mode:
         faked = [mode.from_tensor(x) if type(x) is torch.Tensor else x for x in values]
         return target(*faked, **kwargs)
