@@ -48,6 +48,10 @@ _ALIASES = {
     "_softmax": "softmax",
     "_to_copy": "to",
     "subtract": "sub",
+    "bitwise_and_": "and_",
+    "logical_and_": "and_",
+    "bitwise_or_": "or_",
+    "logical_or_": "or_",
 }
 
 
@@ -163,6 +167,30 @@ def changed_in_place(node: Node) -> Node | None:
     A formula or a match that was read off `node` would be about what it held before. None: there is no such operation,
     or all that use the node come before it.
     """
+    writers, readers = _users_of_memory(node)
+    if not writers:
+        return None
+    order = {other: n for n, other in enumerate(node.graph.nodes)}
+    first = min(writers, key=order.__getitem__)
+    return first if any(order[reader] > order[first] for reader in readers) else None
+
+
+def first_writer(node: Node) -> Node | None:
+    """The first operation that writes into the memory of `node`; None if there is none."""
+    writers = _users_of_memory(node)[0]
+    return next((other for other in node.graph.nodes if other in writers), None) if writers else None
+
+
+def is_written(node: Node) -> bool:
+    """Whether the graph writes into the memory of `node`, or of the attribute that it is, at any time."""
+    same = [node]
+    if node.op == "get_attr":
+        same = [other for other in node.graph.nodes if other.op == "get_attr" and other.target == node.target]
+    return any(_users_of_memory(other)[0] for other in same)
+
+
+def _users_of_memory(node: Node) -> tuple[list[Node], list[Node]]:
+    """What writes to the memory of `node`, and what reads it, also through views."""
     shared, writers, readers = [node], [], []
     for alias in shared:  # grows while it is walked
         for user in alias.users:
@@ -172,11 +200,7 @@ def changed_in_place(node: Node) -> Node | None:
             readers.append(user)
             if op_name(user) in _VIEWS and user.args and user.args[0] is alias and user not in shared:
                 shared.append(user)
-    if not writers:
-        return None
-    order = {other: n for n, other in enumerate(node.graph.nodes)}
-    first = min(writers, key=order.__getitem__)
-    return first if any(order[reader] > order[first] for reader in readers) else None
+    return writers, readers
 
 
 def _writes_to(user: Node, target: Node) -> bool:

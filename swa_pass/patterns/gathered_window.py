@@ -23,7 +23,10 @@ def match(read: Node, reader: Node) -> StateUse | None:
         return None
     capacity = shape_of(moved.state)[2]
     position = _position(moved.slot, capacity)
-    if position is None or moved.target != minimum(position, Lin(capacity - 1)):
+    if position is None:
+        return None
+    last = Lin(capacity - 1)
+    if moved.target not in (minimum(position, last), minimum(maximum(position, Lin(0)), last)):
         return None
     first = maximum(position - Lin(capacity - 1), Lin(0))
     return StateUse(
