@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import MethodType
-from typing import Any
+from typing import Any, overload
 
 import torch
 
@@ -17,6 +17,7 @@ from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
 from .capture import discover, first_line
 from .compat import cache_argument
+from .graph_report import GraphReport, explain_graph
 from .hooks import forward_slot
 from .log import logger, say_once
 from .notes import contradictions
@@ -89,8 +90,18 @@ def revert(model: Any) -> Any:
     return model
 
 
-def explain(model: Any) -> Report:
-    """What each layer's attention is, what is done with it and why, and the KV bytes. ``print(report)`` is a table."""
+@overload
+def explain(model: torch.fx.GraphModule | torch.export.ExportedProgram) -> GraphReport: ...
+@overload
+def explain(model: Any) -> Report: ...
+def explain(model: Any) -> Any:
+    """What each layer's attention is, what is done with it and why, and the KV bytes. ``print(report)`` is a table.
+
+    For a captured graph or an exported program: what `rewrite` would do to it, as a `GraphReport`, whose ``save`` draws
+    every attention before and after on a page.
+    """
+    if isinstance(model, (torch.fx.GraphModule, torch.export.ExportedProgram)):
+        return explain_graph(model)
     runtime = runtime_of(model)
     if runtime is None:
         _check(model)

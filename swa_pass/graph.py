@@ -214,6 +214,12 @@ def _writes_to(user: Node, target: Node) -> bool:
     return any(value is target and a.alias_info is not None and a.alias_info.is_write for a, value in given)
 
 
+def take_place(new: Node, old: Node) -> None:
+    """`new` stands for `old` from now on: the same value and origin, and the name of what it replaced."""
+    new.meta.update({k: v for k, v in old.meta.items() if k in ("example_value", "val", "stack_trace")})
+    new.meta["swa_pass_replaced"] = old.name
+
+
 def erase_all_unused(gm: GraphModule) -> int:
     """Erases every node whose value nobody uses and that writes nothing."""
     return erase_unused(gm, [node for node in gm.graph.nodes if not node.users])

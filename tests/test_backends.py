@@ -1,4 +1,4 @@
-"""The pass inside compilers: any inner backend, graph breaks, dynamic sizes, gradients, Inductor's own list of passes."""
+"""The pass inside compilers: any inner backend, graph breaks, dynamic sizes, gradients, Inductor's list of passes."""
 
 from __future__ import annotations
 

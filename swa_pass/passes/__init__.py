@@ -18,6 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from ..diary import Diary
 from ..graph import op_name
 from ..patterns.kv_view import is_view
 from .adopt import adopt_states
@@ -72,6 +73,7 @@ def rewrite_graph(
     states: look for states that the graph keeps itself.  own_state: the buffers of `gm` are its alone.
     slack: tokens by which positions may go back in a ring that replaces a linear store.
     """
+    diary = Diary(gm)
     before = tuple(op_name(node) for node in gm.graph.nodes)
     findings = find_sites(gm)
     fused = fuse_sites(gm, findings)
@@ -80,7 +82,9 @@ def rewrite_graph(
     linears = use_decode_linear(gm) if lower else 0
     left: list[Any] = sorted({node.args[4] for node in gm.graph.nodes if is_view(node)})
     after = tuple(op_name(node) for node in gm.graph.nodes)
-    return Rewrite(gm, tuple(findings), tuple(fused), tuple(left), tuple(kept), owned, linears, before, after)
+    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), tuple(kept), owned, linears, before, after)
+    diary.finish(result)
+    return result
 
 
 __all__ = [

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..formula import Lin
-from ..graph import attribute, erase_all_unused, example, shape_of
+from ..graph import attribute, erase_all_unused, example, shape_of, take_place
 from .states import StateFinding
 
 aten = torch.ops.aten
@@ -91,7 +91,7 @@ class _Writer:
                 (site.query, keys.new, values.new, *stores, lengths),
                 {"window": window, "scale": float(site.scale), "softcap": site.softcap, "sinks": site.sinks},
             )
-        out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})
+        take_place(out, site.node)
         site.node.replace_all_uses_with(out)
         for use in (keys, values):
             for write in use.writes:

@@ -16,7 +16,7 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph import erase_all_unused, erase_unused, op_name
+from ..graph import erase_all_unused, erase_unused, op_name, take_place
 from .find import Finding
 
 
@@ -80,7 +80,7 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
                     "v_scale": values.scale,
                 },
             )
-        out.meta.update({k: v for k, v in site.node.meta.items() if k in ("example_value", "val", "stack_trace")})
+        take_place(out, site.node)
         site.node.replace_all_uses_with(out)
     gm.graph.erase_node(append)
     for finding in group:

@@ -1,0 +1,115 @@
+"""`explain` on a graph: what is found, what the passes would do, and a page with pictures that a person can open."""
+
+from __future__ import annotations
+
+import copy
+import html
+import io
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+
+from .diary import lines
+from .passes import Finding, Rewrite, StateFinding, find_sites, find_states, rewrite_graph
+from .picture import Sketch, draw, sketch
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention on a cache. `after` is None where it is left alone, and `verdict` says why."""
+
+    name: str
+    verdict: str
+    before: Sketch
+    after: Sketch | None
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """What the passes would do to a graph. ``print(report)`` lists it; ``report.save("page.html")`` draws it."""
+
+    sites: tuple[Site, ...]
+    summary: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join(self.summary)
+
+    def html(self) -> str:
+        """One page: a table of all attentions and, for each, the graph around it before and after, as SVG.
+
+        ImportError where matplotlib is missing.
+        """
+        rows = "".join(f"<tr><td>{html.escape(s.name)}</td><td>{html.escape(s.verdict)}</td></tr>" for s in self.sites)
+        pictures = "".join(f"<h2>{html.escape(s.name)}</h2>{_svg(s)}" for s in self.sites)
+        return (
+            '<!doctype html><html lang="en"><meta charset="utf-8"><title>swa_pass</title>'
+            "<style>body{font-family:sans-serif;margin:2em}td{padding:.2em 1em;border-bottom:1px solid #ccc}"
+            "svg{max-width:100%;height:auto}</style>"
+            f"<h1>swa_pass: {html.escape(self.summary[-1])}</h1><table>{rows}</table>{pictures}</html>"
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Writes `html()` to a file and returns its path."""
+        target = Path(path)
+        target.write_text(self.html(), encoding="utf-8")
+        return target
+
+
+def _svg(site: Site) -> str:
+    out = io.StringIO()
+    draw(site.verdict, site.before, site.after).savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def explain_graph(graph: GraphModule | ExportedProgram, own_state: bool = True) -> GraphReport:
+    """A report about a graph, which is left as it is. Arguments as in `rewrite`."""
+    gm: Any = graph.module() if isinstance(graph, ExportedProgram) else copy.deepcopy(graph)
+    found: list[Any] = [*find_sites(gm), *find_states(gm, own_state)]
+    before = {finding.site.node.name: _before(finding) for finding in found}
+    result = rewrite_graph(gm, own_state=own_state)
+    fused = {node.meta["swa_pass_replaced"]: node for node in gm.graph.nodes if "swa_pass_replaced" in node.meta}
+    sites = []
+    rewritten: list[Finding | StateFinding] = [*result.findings, *result.states]
+    for finding in rewritten:
+        node = fused.get(finding.site.node.name)
+        verdict = finding.refusal or f"{_mask_says(finding)}: rewritten"
+        sites.append(Site(_name(finding), verdict, before[finding.site.node.name], _after(node)))
+    return GraphReport(tuple(sites), tuple(_summary(result)))
+
+
+def _summary(result: Rewrite) -> list[str]:
+    found = lines(result)
+    return found if len(found) > 1 else ["no attention on a KV cache was found in this graph", *found]
+
+
+def _name(finding: Finding | StateFinding) -> str:
+    return f"layer {finding.layer}" if isinstance(finding, Finding) else f"{finding.name} ({finding.keys.idiom})"
+
+
+def _mask_says(finding: Finding | StateFinding) -> str:
+    window = (finding.mask.window or 0) if isinstance(finding, Finding) else finding.window
+    kind = (
+        "sliding" if window and finding.mask.kind == "full" else finding.mask.kind
+    )  # all of a store of `window` slots
+    return f"mask: {kind}, {window} keys" if window else f"mask: {kind}"
+
+
+def _before(finding: Finding | StateFinding) -> Sketch:
+    if isinstance(finding, Finding):
+        states = {finding.keys.store, finding.values.store}
+    else:
+        states = {finding.keys.state, finding.values.state}
+    tokens = {finding.site.query, finding.keys.new, finding.values.new}
+    return sketch(finding.site.node, tokens, states, finding.site.mask, _mask_says(finding))
+
+
+def _after(node: Node | None) -> Sketch | None:
+    if node is None:
+        return None
+    query, k_new, v_new, k_store, v_store = node.args[:5]
+    return sketch(node, {query, k_new, v_new}, {k_store, v_store}, None, "")  # type: ignore[arg-type]
