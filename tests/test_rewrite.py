@@ -224,6 +224,20 @@ class TestRefusals:
         result = swa_pass.rewrite(dynamo_graph(Moves(), (TEXT[:, :1], torch.tensor([0]))))
         assert result.matches == 0
 
+    def test_a_boolean_that_is_added(self):
+        """Found by the fuzz test: True adds 1 to a score, and hides nothing."""
+
+        model = idioms.IndexCopy(eager=True)
+        gm = _capture(model, (TEXT[:, :1], torch.tensor([0])), "export")
+        for node in list(gm.graph.nodes):
+            if op_name(node) == "where":
+                node.replace_all_uses_with(node.args[0])
+        gm.graph.lint()
+        gm.recompile()
+        result = swa_pass.rewrite(gm)
+        assert result.matches == 0
+        assert "torch.bool is added to the scores" in result.refusals[0]
+
     def test_a_roll_by_two(self):
         class Two(idioms.Roll):
             def step(self, n, k, v, position):

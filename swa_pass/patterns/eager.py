@@ -202,6 +202,8 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
             raise _Stop("a number is added to the scores")
         if not _holds_scores(first):
             first, second = second, first
+        if not example(second).dtype.is_floating_point:  # added to scores, True is 1: no mask
+            raise _Stop(f"a tensor of {example(second).dtype} is added to the scores")
         found["mask"] = second
         if op_name(through(first)) == "add":
             raise _Stop("a second tensor (a position bias) is added to the scores")
