@@ -8,14 +8,18 @@ import io
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from .diary import lines
-from .passes import Finding, Rewrite, StateFinding, find_sites, find_states, rewrite_graph
+from .passes import Finding, PageFinding, Rewrite, StateFinding, find_pages, find_sites, find_states, rewrite_graph
+from .patterns import StateUse
+from .patterns.paged_store import PagedRead
 from .picture import Sketch, draw, sketch
+
+AnyFinding: TypeAlias = Finding | StateFinding | PageFinding
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,12 @@ def _svg(site: Site) -> str:
 def explain_graph(graph: GraphModule | ExportedProgram, own_state: bool = True) -> GraphReport:
     """A report about a graph, which is left as it is. Arguments as in `rewrite`."""
     gm: Any = graph.module() if isinstance(graph, ExportedProgram) else copy.deepcopy(graph)
-    found: list[Any] = [*find_sites(gm), *find_states(gm, own_state)]
+    found: list[Any] = [*find_sites(gm), *find_states(gm, own_state), *find_pages(gm)]
     before = {finding.site.node.name: _before(finding) for finding in found}
     result = rewrite_graph(gm, own_state=own_state)
     fused = {node.meta["swa_pass_replaced"]: node for node in gm.graph.nodes if "swa_pass_replaced" in node.meta}
     sites = []
-    rewritten: list[Finding | StateFinding] = [*result.findings, *result.states]
+    rewritten: list[AnyFinding] = [*result.findings, *result.states]
     for finding in rewritten:
         node = fused.get(finding.site.node.name)
         verdict = finding.refusal or f"{_mask_says(finding)}: rewritten"
@@ -87,24 +91,27 @@ def _summary(result: Rewrite) -> list[str]:
     return found if len(found) > 1 else ["no attention on a KV cache was found in this graph", *found]
 
 
-def _name(finding: Finding | StateFinding) -> str:
-    return f"layer {finding.layer}" if isinstance(finding, Finding) else f"{finding.name} ({finding.keys.idiom})"
+def _name(finding: AnyFinding) -> str:
+    if isinstance(finding, Finding):
+        return f"layer {finding.layer}"
+    return f"{finding.name} ({finding.keys.idiom if isinstance(finding, StateFinding) else 'paged_store'})"
 
 
-def _mask_says(finding: Finding | StateFinding) -> str:
-    window = (finding.mask.window or 0) if isinstance(finding, Finding) else finding.window
-    kind = (
-        "sliding" if window and finding.mask.kind == "full" else finding.mask.kind
-    )  # all of a store of `window` slots
+def _mask_says(finding: AnyFinding) -> str:
+    window = finding.window if isinstance(finding, StateFinding) else finding.mask.window or 0
+    shows_all = window and finding.mask.kind == "full"  # of a store that has `window` slots
+    kind = "sliding" if shows_all else finding.mask.kind
     return f"mask: {kind}, {window} keys" if window else f"mask: {kind}"
 
 
-def _before(finding: Finding | StateFinding) -> Sketch:
-    if isinstance(finding, Finding):
-        states = {finding.keys.store, finding.values.store}
-    else:
-        states = {finding.keys.state, finding.values.state}
-    tokens = {finding.site.query, finding.keys.new, finding.values.new}
+def _before(finding: AnyFinding) -> Sketch:
+    tokens, states = {finding.site.query}, set()
+    for read in (finding.keys, finding.values):
+        if isinstance(read, PagedRead):
+            states.add(read.pages)
+            continue
+        states.add(read.state if isinstance(read, StateUse) else read.store)
+        tokens.add(read.new)
     return sketch(finding.site.node, tokens, states, finding.site.mask, _mask_says(finding))
 
 

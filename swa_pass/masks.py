@@ -105,6 +105,28 @@ def prove(
     return replace(decide(formula, query_offset + query, key_offset + key), seen=query_offset - first)
 
 
+def prove_around(mask: Node, keys: Any, memo: dict[Node, Field] | None = None) -> tuple[Mask, Lin]:
+    """Decides about a mask of one query per row, whose position only the mask knows. Returns the verdict, and the
+    position: the last key that the mask shows, in terms of the graph's inputs.
+
+    Key k is at position k. Arguments as in `prove`.
+    """
+    field = read(mask, memo)
+    if not 2 <= field.ndim <= 4:
+        return unknown(f"the mask has {field.ndim} dimensions"), Lin(0)
+    key = Lin(0) if is_one(keys) else Lin.symbol("k")
+    index = (*map(Lin.symbol, INDEXES[:2]), Lin(0), key)[-field.ndim :]
+    formula = _visible(broadcast_at(field, index))
+    if isinstance(formula, Mask):
+        return formula, Lin(0)
+    for part in formula.parts if isinstance(formula, And) else (formula,):
+        if isinstance(part, AtLeastZero) and dict(part.lin.terms).get("k") == -1:  # x - k >= 0
+            position = part.lin + key
+            if not position.is_const:
+                return decide(formula, position, key), position
+    return unknown("the mask has no last key, so the query's position is not known"), Lin(0)
+
+
 def _first_slot(formula: Formula, key: Lin) -> tuple[Lin | None, Formula]:
     """x, from the part ``key >= x`` in which x moves with the tokens seen; and the formula without that part."""
     parts = list(formula.parts) if isinstance(formula, And) else [formula]

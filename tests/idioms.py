@@ -170,3 +170,77 @@ class Cat(Decoder):
         held = past[0].shape[2]
         distance = position[:, None] - (position[0] - held + torch.arange(held + k.shape[2]))[None, :]
         return *full, ((distance >= 0) & (distance < self.shown))[None, None]
+
+
+class Paged(Decoder):
+    """Blocks of an engine's pool, all gathered: `forward(ids (B, 1), position (B,), table (B, blocks))`.
+
+    The text of a row may begin later than others': every row has a position of its own.
+    """
+
+    size, blocks = 4, 24
+    slots = size  # the pool is made here, in the shape (blocks, size, kv_heads, head_dim)
+
+    def __init__(self, **knobs):
+        super().__init__(**knobs)
+        for n in range(self.layers):
+            for kind in "kv":
+                self.register_buffer(f"{kind}_cache_{n}", torch.zeros(self.shape()))
+
+    def shape(self):
+        return self.blocks, self.size, KV_HEADS, HEAD_DIM
+
+    def forward(self, ids, position, table):  # type: ignore[override]
+        self.table = table
+        return super().forward(ids, position)
+
+    def heads(self, n, x, position):
+        q, k, v = super().heads(n, x, position[:1] * 0)
+        turn = torch.cos(position * 0.1)[:, None, None, None]
+        return q * turn, k * turn, v
+
+    def step(self, n, k, v, position):
+        block = self.table.gather(1, position[:, None] // self.size)[:, 0]
+        read = []
+        for pages, new in zip(self.stores(n), (k, v)):
+            self.write(pages, block, position % self.size, new[:, :, 0])
+            read.append(self.gathered(pages))
+        key = torch.arange(read[0].shape[2])
+        distance = position[:, None] - key[None, :]
+        return *read, ((distance >= 0) & (distance < self.shown))[:, None, None]
+
+    def write(self, pages, block, inside, new):
+        pages[block, inside] = new
+
+    def gathered(self, pages):
+        return pages[self.table].reshape(BATCH, -1, KV_HEADS, HEAD_DIM).transpose(1, 2)
+
+
+class PagedSelect(Paged):
+    """Heads before tokens, and `index_select` with a flat list."""
+
+    def shape(self):
+        return self.blocks, KV_HEADS, self.size, HEAD_DIM
+
+    def write(self, pages, block, inside, new):
+        pages[block, :, inside] = new
+
+    def gathered(self, pages):
+        chosen = torch.index_select(pages, 0, self.table.reshape(-1))
+        chosen = chosen.reshape(*self.table.shape, KV_HEADS, self.size, HEAD_DIM)
+        return chosen.permute(0, 2, 1, 3, 4).reshape(BATCH, KV_HEADS, -1, HEAD_DIM)
+
+
+class PagedTokens(Paged):
+    """An index for every token: transformers' continuous batching. Its pool is (slots, kv_heads, head_dim)."""
+
+    size, blocks = 1, 96
+
+    def shape(self):
+        return self.blocks, KV_HEADS, HEAD_DIM
+
+    def write(self, pages, block, inside, new):
+        pages.index_copy_(0, block, new)
+
+    def gathered(self, pages):
+        return pages[self.table].transpose(1, 2)

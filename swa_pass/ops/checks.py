@@ -28,7 +28,7 @@ def shape(t: Tensor) -> str:
 def refuse_unsupported(op: str, **given: Tensor | None) -> None:
     """Arguments that the schema already holds, and that no implementation reads yet."""
     names = {
-        "block_table": "paged stores (block_table)",
+        "block_table": "writes to paged stores (block_table)",
         "valid": "a validity bitmap (valid)",
     }
     for name, value in given.items():
@@ -63,6 +63,35 @@ def check_scales(op: str, stores: dict[str, tuple[Tensor, Tensor | None, Tensor]
             _fail(op, f"{name} is on {store.device} and its scales on {scale.device}; move them to one device")
         if new.dtype not in STORE_DTYPES:
             _fail(op, f"new tokens of {new.dtype} cannot be quantised; give them in the model's own dtype")
+
+
+def check_pages(
+    op: str,
+    k_new: Tensor,
+    v_new: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    lengths: Tensor,
+    table: Tensor,
+    scales: dict[str, Tensor | None],
+) -> None:
+    """What only paged stores have: pages (blocks, kv_heads, size, head_dim), block_table (batch, blocks of a row)."""
+    if any(scale is not None for scale in scales.values()):
+        _fail(op, "paged stores (block_table) of quantised keys are not supported; pass no scales")
+    if table.dim() != 2 or table.shape[0] != k_new.shape[0] or table.dtype not in (torch.int32, torch.int64):
+        _fail(
+            op,
+            f"paged stores need an integer block_table of shape ({k_new.shape[0]}, blocks of a row); it is "
+            f"{table.dtype} {shape(table)}",
+        )
+    if k_pages.dim() != 4 or k_pages.shape[:3] != v_pages.shape[:3] or k_pages.shape[1] != k_new.shape[1]:
+        _fail(
+            op,
+            f"paged stores must have the shape (blocks, {k_new.shape[1]} kv_heads, block size, head_dim); k_store has "
+            f"{shape(k_pages)} and v_store {shape(v_pages)}",
+        )
+    if lengths.shape != (k_new.shape[0],):
+        _fail(op, f"lengths must have shape ({k_new.shape[0]},), one number a row; it has {shape(lengths)}")
 
 
 def check_static(

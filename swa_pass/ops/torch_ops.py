@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import checks, torch_masked, torch_runs
+from .paged import window_of
 from .quant import dequantise, quantise, rounded
 
 
@@ -114,8 +115,14 @@ def attend(
     _write: bool = False,
 ) -> Tensor:
     """Attention of the new tokens over the store as it was before this step, and over one another."""
-    checks.refuse_unsupported(_op, block_table=block_table, valid=valid)
+    checks.refuse_unsupported(_op, block_table=block_table if _write else None, valid=valid)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
+    if block_table is not None:
+        checks.check_pages(_op, k_new, v_new, k_store, v_store, lengths, block_table, scales)
+        stores = window_of(k_store, v_store, block_table, lengths, starts, window)
+        return torch.ops.swa_pass.attend.default(  # dense from here on, by whatever kernel there is
+            q, k_new, v_new, *stores, window=window, scale=scale, softcap=softcap, sinks=sinks, new_lengths=new_lengths
+        )
     checks.check_static(_op, k_new, v_new, k_store, v_store, lengths, window, q, starts, sinks, new_lengths, **scales)
     k_new, k_writes = _stored(k_new, k_store, k_scale)
     v_new, v_writes = _stored(v_new, v_store, v_scale)

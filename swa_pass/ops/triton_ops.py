@@ -50,7 +50,8 @@ def _check_lengths(op: str, k_new: Tensor, k_store: Tensor, lengths: Tensor, cou
 
 def _run(op: str, write: bool, args: tuple[Any, ...], options: dict[str, Any]) -> Tensor:
     q, k_new, v_new, k_store, v_store, lengths, *rest = args
-    if _needs_twin(q, k_new, v_new):
+    paged = options.get("block_table") is not None and not write
+    if _needs_twin(q, k_new, v_new) or paged:
         return getattr(torch.ops.swa_pass, "_" + op)(*args, **options)
     from .kernels.cuda import launch
 

@@ -4,6 +4,7 @@
     fuse      sites that are proven -> attention on the store + write of the new token (passes/fuse.py)
     states    the same for graphs that keep keys in tensors of their own: what idiom, what mask  (passes/states.py)
     adopt     proven states -> rings where the graph owns them, attention in place elsewhere     (passes/adopt.py)
+    pages     attention on gathered pages -> the blocks of the window                           (passes/pages.py)
     lower     linears with half-precision CPU weights -> a kernel for a few rows        (passes/decode_linear.py)
 
 `find` and `fuse` are for graphs captured with a HybridCache, `states` and `adopt` for every other graph, and `lower` is
@@ -25,6 +26,7 @@ from .adopt import adopt_states
 from .decode_linear import use_decode_linear
 from .find import Finding, find_sites
 from .fuse import fuse_sites
+from .pages import PageFinding, find_pages, read_pages
 from .states import StateFinding, find_states
 
 
@@ -43,7 +45,7 @@ class Rewrite:
     findings: tuple[Finding, ...]
     fused: tuple[int, ...]
     views_left: tuple[int, ...]
-    states: tuple[StateFinding, ...]
+    states: tuple[StateFinding | PageFinding, ...]
     owned: dict[str, Tensor]
     linears: int
     ops_before: tuple[str, ...]
@@ -79,18 +81,22 @@ def rewrite_graph(
     fused = fuse_sites(gm, findings)
     kept = find_states(gm, own_state) if states else []
     owned = adopt_states(gm, kept, slack)
+    pages = find_pages(gm) if states else []
+    read_pages(gm, pages)
     linears = use_decode_linear(gm) if lower else 0
     left: list[Any] = sorted({node.args[4] for node in gm.graph.nodes if is_view(node)})
     after = tuple(op_name(node) for node in gm.graph.nodes)
-    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), tuple(kept), owned, linears, before, after)
+    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), (*kept, *pages), owned, linears, before, after)
     diary.finish(result)
     return result
 
 
 __all__ = [
     "Finding",
+    "PageFinding",
     "Rewrite",
     "StateFinding",
+    "find_pages",
     "find_sites",
     "find_states",
     "fuse_sites",

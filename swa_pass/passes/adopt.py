@@ -32,7 +32,7 @@ aten = torch.ops.aten
 SEEN = "swa_pass_seen"
 
 #: A window that is wider than any text.
-_ALL = 1 << 30
+ALL = 1 << 30
 
 
 def adopt_states(gm: GraphModule, findings: list[StateFinding], slack: int) -> dict[str, torch.Tensor]:
@@ -59,9 +59,7 @@ class _Writer:
         self._seen: Node | None = None
         self._next: Node | None = None
         self._checked: set[Any] = set()
-        values = (example(node) for node in gm.graph.nodes)
-        modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
-        self._mode = modes.pop() if len(modes) == 1 else None
+        self._call = Caller(gm)
 
     def rewrite(self, finding: StateFinding) -> None:
         site, keys, values = finding.site, finding.keys, finding.values
@@ -85,7 +83,7 @@ class _Writer:
             target = ops.attend.default if keys.layout == "joined" else ops.attend_append.default
             window = finding.window
             if keys.layout == "joined" and not window:
-                window = _ALL  # a full linear store has no room for the new tokens, which `attend` does not write
+                window = ALL  # a full linear store has no room for the new tokens, which `attend` does not write
             out = self.gm.graph.call_function(
                 target,
                 (site.query, keys.new, values.new, *stores, lengths),
@@ -194,23 +192,31 @@ class _Writer:
         self.owned[name] = ring
         return self.gm.graph.get_attr(name)
 
-    def _call(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
+
+class Caller:
+    """Adds calls to a graph, with their fake values where the graph has such."""
+
+    def __init__(self, gm: GraphModule) -> None:
+        self.gm = gm
+        values = (example(node) for node in gm.graph.nodes)
+        modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
+        self._mode = modes.pop() if len(modes) == 1 else None  # make_fx leaves a mode for every node
+
+    def __call__(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
         node = self.gm.graph.call_function(target, args, kwargs)
         if target not in (aten._assert_async.msg, aten.copy_.default):
-            value = _result(target, torch.fx.map_arg(args, example), kwargs, self._mode)
+            value = self._result(target, torch.fx.map_arg(args, example), kwargs)
             if value is not None:
                 node.meta["val"] = value
         return node
 
-
-def _result(target: Callable[..., Any], values: Any, kwargs: dict[str, Any], mode: Any) -> Any:
-    """The fake value of a new node; None where the graph's own values are of several kinds, as make_fx leaves them."""
-    modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
-    if any(value is None for value in values) or mode is None or modes - {mode}:
-        return None
-    with mode:
-        faked = [mode.from_tensor(x) if type(x) is torch.Tensor else x for x in values]
-        return target(*faked, **kwargs)
+    def _result(self, target: Callable[..., Any], values: Any, kwargs: dict[str, Any]) -> Any:
+        modes = {value.fake_mode for value in values if isinstance(value, FakeTensor)}
+        if self._mode is None or any(value is None for value in values) or modes - {self._mode}:
+            return None
+        with self._mode as mode:
+            faked = [mode.from_tensor(x) if type(x) is torch.Tensor else x for x in values]
+            return target(*faked, **kwargs)
 
 
-__all__ = ["SEEN", "adopt_states"]
+__all__ = ["ALL", "SEEN", "Caller", "adopt_states"]
