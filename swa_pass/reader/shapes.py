@@ -28,6 +28,15 @@ def _same(node: Node, memo: dict[Node, Field]) -> Field:
     return Field(source.shape, lambda index: Opaque(f"a cast from {before.dtype} to {fake.dtype}"))
 
 
+@reads("copy_")
+def _copied(node: Node, memo: dict[Node, Field]) -> Field:
+    """The tensor that was written: it holds what was copied into it."""
+    whole, numbers = example(node), example(node.args[1])
+    if not isinstance(numbers, torch.Tensor) or not {whole.dtype, numbers.dtype} <= {torch.int32, torch.int64}:
+        return leaf(node, whole)
+    return elementwise(tuple(whole.shape), lambda a: a, read(node.args[1], memo))
+
+
 def _counted(condition: Formula) -> Formula:
     known = isinstance(condition, (bool, AtLeastZero))
     return truth(condition) if known else Opaque(f"a condition used as a number: {condition}")
