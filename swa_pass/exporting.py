@@ -87,7 +87,7 @@ def export(
     _check_arguments(model, batch, slack, lowering, logits_to_keep, dynamic_batch)
     specs = _proven(model)
     _check_max_length(specs, max_length)
-    decoder = Decoder(model, specs, batch, max_length or 0, slack, left_padding, logits_to_keep)
+    decoder = Decoder(model, specs, batch, max_length or 0, slack, logits_to_keep)
     decoder.eval()
     dynamic_rows = dynamic_batch and batch > 1
     rows = _ROWS if dynamic_rows else batch
@@ -174,7 +174,9 @@ class State(nn.Module):
             self.register_buffer(f"keys_{spec.index}", keys)
             values = torch.zeros(*shape, spec.v_head_dim, dtype=spec.v_dtype, device=device)
             self.register_buffer(f"values_{spec.index}", values)
-        self.register_buffer("lengths", torch.zeros(rows, dtype=torch.int64, device=specs[0].device))
+        # Never one element: in AOTInductor (torch 2.13) Inductor takes a buffer of one element for a constant, also one
+        # that the program changes, and folds its first value into the code.
+        self.register_buffer("lengths", torch.zeros(max(rows, 2), dtype=torch.int64, device=specs[0].device))
 
 
 class Decoder(nn.Module):
@@ -187,25 +189,23 @@ class Decoder(nn.Module):
         rows: int,
         max_length: int,
         slack: int,
-        left_padding: bool,
         logits_to_keep: int,
     ) -> None:
         super().__init__()
         self.model = model
         self.cache = State(specs, rows, max_length, slack)
         self.windows = [(spec.index, spec.window) for spec in specs]
-        self.rows, self.left_padding = rows, left_padding
         self.options = {"logits_to_keep": logits_to_keep} if logits_to_keep else {}
         runtime = runtime_of(model)
         self.cache_name = cache_argument(model.forward if runtime is None else runtime.stock)
 
     def forward(self, input_ids: Tensor, starts: Tensor | None = None) -> Tensor:
         rows, tokens = input_ids.shape
-        lengths = self._rows(self.cache.lengths, rows)
+        lengths = self.cache.lengths[:rows]
         layers = []
         for index, window in self.windows:
             stores = (self.cache.get_buffer(f"{name}_{index}") for name in ("keys", "values"))
-            keys, values = (self._rows(store, rows) for store in stores)
+            keys, values = (store if isinstance(rows, int) else store[:rows] for store in stores)
             layers.append(ExportLayer(index, window, (keys, values), lengths, starts))
         options: dict[str, Any] = dict(self.options)
         if starts is not None:
@@ -215,9 +215,6 @@ class Decoder(nn.Module):
         logits = self.model(input_ids=input_ids, use_cache=True, **options).logits
         lengths.add_(tokens)
         return logits
-
-    def _rows(self, state: Tensor, rows: Any) -> Tensor:
-        return state if isinstance(rows, int) and rows == self.rows else state[:rows]
 
 
 # ------------------------------------------------------------------------------------------------ steps
