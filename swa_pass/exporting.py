@@ -213,7 +213,7 @@ class Decoder(nn.Module):
             options["position_ids"] = (positions - starts[:, None]).clamp(min=0)
         options[self.cache_name or ""] = ExportCache(layers=layers)
         logits = self.model(input_ids=input_ids, use_cache=True, **options).logits
-        lengths.add_(tokens)
+        (self.cache.lengths if isinstance(rows, int) else lengths).add_(tokens)
         return logits
 
 
