@@ -296,6 +296,7 @@ def _flat(program: ExportedProgram) -> GraphModule:
     signature, constants = program.graph_signature, program.constants
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = {}
+    unsaved: list[str] = []
     for spec in signature.input_specs:
         if spec.kind == InputKind.USER_INPUT:
             continue
@@ -303,6 +304,8 @@ def _flat(program: ExportedProgram) -> GraphModule:
         name = spec.target.removeprefix("model.")
         held = program.state_dict if spec.target in program.state_dict else constants
         tensors[name], names[spec.arg.name] = held[spec.target], name
+        if spec.kind != InputKind.PARAMETER and not spec.persistent:
+            unsaved.append(name)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in program.graph.nodes:
@@ -313,7 +316,11 @@ def _flat(program: ExportedProgram) -> GraphModule:
             graph.output(copies[logits])
         else:
             copies[node] = graph.node_copy(node, lambda n: copies[n])
-    return GraphModule(tensors, graph)
+    step = GraphModule(tensors, graph)
+    for name in unsaved:  # they belong in no state_dict, as in the model
+        owner, _, leaf = name.rpartition(".")
+        step.get_submodule(owner).register_buffer(leaf, tensors[name], persistent=False)
+    return step
 
 
 def _guard(step: GraphModule, max_length: int) -> None:

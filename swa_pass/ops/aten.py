@@ -43,12 +43,12 @@ def check_state(lengths: Tensor, input_ids: Tensor, max_length: int) -> None:
             "Export with a larger max_length, or reset the state.",
         )
     if not isinstance(rows, int):
-        # Counted from the tensor: the size itself is known to be in range, so that a compiler drops a check of it, and a
+        # Counted from the tensor: the size itself is known to be in range, so a compiler drops a check of it, and a
         # compiled package checks no sizes.
         torch.ops.aten._assert_async.msg(
             (input_ids[:, 0] >= 0).sum() <= lengths.shape[0],
-            f"swa_pass.export: the state has room for {lengths.shape[0]} rows and more were given. Export with a larger "
-            "batch.",
+            f"swa_pass.export: the state has room for {lengths.shape[0]} rows and more were given. Export with a "
+            "larger batch.",
         )
         mine = lengths[:rows]
         torch.ops.aten._assert_async.msg(
