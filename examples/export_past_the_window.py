@@ -1,7 +1,7 @@
 """A model as one file that decodes to any length: `swa_pass.export`, save, load, run.
 
-A tiny Mistral with random weights; its window is 64 tokens, and the program runs to 400. What loads the file needs torch
-and `swa_pass.ops` only; with ``lowering="aten"``, torch alone. docs/exporting.md has the rest, AOTInductor among it.
+A tiny Mistral with random weights; its window is 64 tokens, and the program runs to 400. What loads the file needs
+torch and `swa_pass.ops` only; with ``lowering="aten"``, torch alone. docs/exporting.md has the rest, AOTInductor too.
 """
 
 import tempfile

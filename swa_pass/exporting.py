@@ -202,7 +202,7 @@ class Decoder(nn.Module):
     def forward(self, input_ids: Tensor, starts: Tensor | None = None) -> Tensor:
         rows, tokens = input_ids.shape
         lengths = self.cache.lengths[:rows]
-        layers = []
+        layers: list[Any] = []
         for index, window in self.windows:
             stores = (self.cache.get_buffer(f"{name}_{index}") for name in ("keys", "values"))
             keys, values = (store if isinstance(rows, int) else store[:rows] for store in stores)
