@@ -96,7 +96,7 @@ def export(
     if left_padding:
         inputs.append(torch.zeros(rows, dtype=torch.int64, device=device))
     traced = _trace(decoder, inputs, dynamic_rows)
-    _fuse(traced, specs)
+    _fuse(type(model).__name__, traced, specs)
     step = _flat(traced)
     _guard(step, max_length or 0)
     if lowering == "aten":
@@ -263,28 +263,45 @@ def _trace(decoder: Decoder, inputs: list[Tensor], dynamic_rows: bool) -> Export
         ) from error
 
 
-def _fuse(traced: ExportedProgram, specs: Sequence[LayerSpec]) -> None:
+def _fuse(name: str, traced: ExportedProgram, specs: Sequence[LayerSpec]) -> None:
     """The passes on the traced graph; every layer must come out as attention on its store."""
-    gm = traced.graph_module
-    _tidy(gm)
-    result = rewrite_graph(gm)
+    _tidy(traced)
+    result = rewrite_graph(traced.graph_module)
     bad: dict[str, list[int]] = {}
     for spec in specs:
         if spec.index not in result.fused:
             found = [f.refusal for f in result.findings if f.layer == spec.index and f.refusal]
             bad.setdefault(found[0] if found else "its cache access did not match", []).append(spec.index)
-    _refuse("the model", bad)
+    _refuse(name, bad)
 
 
-def _tidy(gm: GraphModule) -> None:
-    """Takes out what ATen graphs have and Dynamo's have not: slices of everything, and checks of dtypes."""
-    for node in list(gm.graph.nodes):
+def _tidy(traced: ExportedProgram) -> None:
+    """Takes out what ATen graphs have and Dynamo's have not: slices of everything, checks of dtypes, and numbers that
+    became constant tensors (``torch.tensor(0.0)`` in a mask)."""
+    graph, signature = traced.graph, traced.graph_signature
+    targets = {spec.arg.name: spec.target for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR}
+    for node in list(graph.nodes):
         name = op_name(node)
+        source: Any = node.args[0] if node.args else None
         if name == "_assert_tensor_metadata":
-            gm.graph.erase_node(node)
-        elif name == "slice" and node.args[0].op != "placeholder" and _sizes(node) == _sizes(node.args[0]):
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
+            graph.erase_node(node)
+        elif name in ("detach", "detach_") or (
+            name == "slice" and source.op != "placeholder" and _sizes(node) == _sizes(source)
+        ):
+            node.replace_all_uses_with(source)
+            graph.erase_node(node)
+        elif name == "lift_fresh_copy" and source.name in targets:
+            value = traced.constants[targets[source.name]]
+            if value.dim() == 0:
+                with graph.inserting_before(node):
+                    number = graph.call_function(
+                        torch.ops.aten.full.default,
+                        ([], value.item()),
+                        {"dtype": value.dtype, "device": value.device},
+                    )
+                number.meta.update(node.meta)
+                node.replace_all_uses_with(number)
+                graph.erase_node(node)
 
 
 def _sizes(node: Any) -> list[str]:
@@ -297,8 +314,9 @@ def _flat(program: ExportedProgram) -> GraphModule:
     tensors: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     unsaved: list[str] = []
+    unused = {node.name for node in program.graph.nodes if node.op == "placeholder" and not node.users}
     for spec in signature.input_specs:
-        if spec.kind == InputKind.USER_INPUT:
+        if spec.kind == InputKind.USER_INPUT or spec.arg.name in unused:
             continue
         assert spec.target is not None
         name = spec.target.removeprefix("model.")
@@ -306,9 +324,12 @@ def _flat(program: ExportedProgram) -> GraphModule:
         tensors[name], names[spec.arg.name] = held[spec.target], name
         if spec.kind != InputKind.PARAMETER and not spec.persistent:
             unsaved.append(name)
+    user_inputs = set(signature.user_inputs)
     graph = Graph()
     copies: dict[Node, Node] = {}
     for node in program.graph.nodes:
+        if node.op == "placeholder" and node.name in unused and node.name not in user_inputs:
+            continue
         if node.op == "placeholder" and node.name in names:
             copies[node] = graph.get_attr(names[node.name])
         elif node.op == "output":
