@@ -63,7 +63,7 @@ def apply(
     """
     if runtime_of(model) is not None:
         return model
-    _check(model)
+    check_model(model)
     if slack < 0:
         raise ValueError(f"slack must be >= 0 tokens, got {slack}")
     store_dtype = kv_dtype_of(kv_dtype)
@@ -104,7 +104,7 @@ def explain(model: Any) -> Any:
         return explain_graph(model)
     runtime = runtime_of(model)
     if runtime is None:
-        _check(model)
+        check_model(model)
         specs: tuple[LayerSpec, ...] = discover(model, model.forward)
         return Report(type(model).__name__, specs, DEFAULT_SLACK, tuple(contradictions(model.config, specs)))
     specs = tuple(_as_compiled(spec, runtime) for spec in runtime.specs)
@@ -222,7 +222,7 @@ def _check_something_new(cache: HybridCache, model_kwargs: dict[str, Any], gener
 # ------------------------------------------------------------------------------------------------ checks
 
 
-def _check(model: Any) -> None:
+def check_model(model: Any) -> None:
     config = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"swa_pass works on transformers models; got {type(model).__name__}")

@@ -25,7 +25,7 @@ def run_example(name: str, folder: Path) -> str:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert EXAMPLES == ["decode_loop.py", "mistral_window.py", "quickstart.py"]
+    assert EXAMPLES == ["decode_loop.py", "export_past_the_window.py", "mistral_window.py", "quickstart.py"]
 
 
 @pytest.mark.weights
@@ -46,3 +46,9 @@ def test_decode_loop(tmp_path: Path) -> None:
     written, cache = run_example("decode_loop.py", tmp_path).splitlines()
     assert len(written.split(",")) == 50
     assert cache.startswith("HybridCache(5 rings, 1 linear, 149 tokens seen")
+
+
+def test_export_past_the_window(tmp_path: Path) -> None:
+    output = run_example("export_past_the_window.py", tmp_path)
+    assert "400 tokens, in 80 of 80 slots a layer" in output
+    assert "same tokens as stock: True" in output

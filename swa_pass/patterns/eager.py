@@ -109,7 +109,7 @@ def _softmax_behind(node: Any) -> tuple[Node | None, float, bool]:
         if name == "dropout":
             if argument(node, 2, "training", True):
                 dropout = argument(node, 1, "p", 0.5)
-        elif name == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None)):
+        elif _drops_last_column(node):
             drops_column = True
         elif name == "where":
             node = _without_guard(node)
@@ -139,6 +139,13 @@ def _without_guard(node: Node) -> Any:
     is_zero = argument(zeros, 1, "fill_value", 0) == 0
     same = isinstance(softmax, Node) and condition.args[0] is softmax.args[0]
     return softmax if same and is_zero else None
+
+
+def _drops_last_column(node: Node) -> bool:
+    """``weights[..., :-1]``, also as ATen writes it."""
+    if op_name(node) == "slice":
+        return tuple(node.args[1:]) in ((len(shape_of(node)) - 1, 0, -1), (-1, 0, -1)) and not node.kwargs
+    return op_name(node) == "getitem" and node.args[1] == (Ellipsis, slice(None, -1, None))
 
 
 def _check_softmax(softmax: Node, scores: Any) -> None:

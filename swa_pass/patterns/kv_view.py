@@ -15,6 +15,7 @@ from torch.fx import Node
 
 from ..formula import Lin, maximum
 from ..graph import before, op_name, shape_of
+from ..reader import read
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class KVView:
 
     @property
     def starts(self) -> Node | None:
-        return self.node.args[5]  # type: ignore[return-value]
+        return self.node.args[5] if len(self.node.args) > 5 else None  # type: ignore[return-value]
 
     @property
     def scale(self) -> Node | None:
@@ -55,8 +56,12 @@ class KVView:
 
     @property
     def query_offset(self) -> Lin:
-        """Absolute position of the first new token: rows of a HybridCache advance together."""
-        return Lin.symbol((self.lengths.name, Lin(0)))
+        """Absolute position of the first new token: rows of a HybridCache advance together.
+
+        Read as the masks are read, so that both come to the same symbol also where `lengths` is a slice of a buffer.
+        """
+        position = read(self.lengths).at((Lin(0),))
+        return position if isinstance(position, Lin) else Lin.symbol((self.lengths.name, Lin(0)))
 
     @property
     def key_offset(self) -> Lin:
