@@ -35,7 +35,7 @@ from .api import check_model, runtime_of
 from .cache import DEFAULT_SLACK
 from .capture import CaptureError, discover, first_line
 from .compat import Cache, CacheLayerMixin, cache_argument
-from .graph import op_name, shape_of
+from .graph import is_metadata_check, op_name, shape_of
 from .hooks import Watch, hooked
 from .ops import aten
 from .passes import rewrite_graph
@@ -266,7 +266,7 @@ def _trace(decoder: Decoder, inputs: list[Tensor], dynamic_rows: bool) -> Export
 def _fuse(name: str, traced: ExportedProgram, specs: Sequence[LayerSpec]) -> None:
     """The passes on the traced graph; every layer must come out as attention on its store."""
     _tidy(traced)
-    result = rewrite_graph(traced.graph_module)
+    result = rewrite_graph(traced.graph_module, states=False)
     bad: dict[str, list[int]] = {}
     for spec in specs:
         if spec.index not in result.fused:
@@ -283,7 +283,7 @@ def _tidy(traced: ExportedProgram) -> None:
     for node in list(graph.nodes):
         name = op_name(node)
         source: Any = node.args[0] if node.args else None
-        if name == "_assert_tensor_metadata":
+        if is_metadata_check(node):
             graph.erase_node(node)
         elif name in ("detach", "detach_") or (
             name == "slice" and source.op != "placeholder" and _sizes(node) == _sizes(source)

@@ -225,6 +225,11 @@ def erase_all_unused(gm: GraphModule) -> int:
     return erase_unused(gm, [node for node in gm.graph.nodes if not node.users])
 
 
+def is_metadata_check(node: Node) -> bool:
+    """An assertion about the dtype and layout that tracing saw, which a graph computes with or without it."""
+    return op_name(node) == "_assert_tensor_metadata"
+
+
 def erase_unused(gm: GraphModule, candidates: list[Node]) -> int:
     """Erases `candidates` and, backwards, their inputs, as far as nothing uses them. Returns how many went."""
     queue, erased = list(candidates), 0

@@ -48,6 +48,7 @@ def test_transformers_own_export_runs_on_rings(family):
     sliding = layers if family == "mistral" else model.config.layer_types.count(SLIDING)
     assert (result.matches, result.refusals) == (layers, [])
     assert names(module).count("swa_pass::attend_append") == layers
+    assert not any(name == "softmax" or "scaled_dot" in name for name in names(module) if family != "gpt_oss")
     rings = [ring for name, ring in result.owned.items() if "ring" in name]
     assert len(rings) == 2 * sliding
     assert all(ring.shape[2] == W + SLACK for ring in rings)

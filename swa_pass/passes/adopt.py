@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule, Node
 
 from ..formula import Lin
-from ..graph import attribute, erase_all_unused, example, shape_of, take_place
+from ..graph import attribute, erase_all_unused, example, is_metadata_check, shape_of, take_place
 from .states import StateFinding
 
 aten = torch.ops.aten
@@ -42,6 +42,8 @@ def adopt_states(gm: GraphModule, findings: list[StateFinding], slack: int) -> d
     for finding in chosen:
         writer.rewrite(finding)
     if chosen:
+        for check in [node for node in gm.graph.nodes if is_metadata_check(node)]:
+            gm.graph.erase_node(check)  # it would keep the old attention alive
         writer.finish()
         erase_all_unused(gm)
         gm.graph.lint()

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from ..formula import Field
-from ..graph import changed_in_place, example, has_side_effect, op_name, shape_of
+from ..graph import changed_in_place, example, has_side_effect, is_metadata_check, op_name, shape_of
 from ..masks import Mask, prove, unknown
 from ..patterns import ATTENTION, CACHES, AttentionSite
 from ..patterns.kv_view import ungrouped
@@ -153,7 +153,7 @@ def _reader(start: set[Node], allowed: set[Node], use: StateUse) -> str:
     while queue:
         node = queue.pop()
         for user in node.users:
-            if user in allowed or user in seen:
+            if user in allowed or user in seen or is_metadata_check(user):
                 continue
             if has_side_effect(user):
                 return op_name(user) if user.op != "output" else f"the output, through {op_name(node)}"
