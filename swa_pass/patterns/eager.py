@@ -217,6 +217,8 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
         return first
     if name == "where":
         condition, inner, hidden = (argument(scores, i, n, None) for i, n in enumerate(("condition", "input", "other")))
+        if isinstance(hidden, Node) and op_name(hidden) == "scalar_tensor":  # how ATen writes a number here
+            hidden = hidden.args[0]
         if isinstance(hidden, (int, float)) and hidden <= ADDITIVE_HIDDEN and _holds_scores(inner):
             found["mask"] = condition
             return inner

@@ -23,6 +23,8 @@ def _same(node: Node, memo: dict[Node, Field]) -> Field:
         return literal(node.args[0])  # how torch.tensor([...]) looks once it is traced
     if before.dtype == fake.dtype or {before.dtype, fake.dtype} <= {torch.int32, torch.int64}:
         return source
+    if before.is_floating_point() and fake.is_floating_point():
+        return source  # of an additive mask: 0 stays 0, and what hides a key hides it in any of these types
     if before.dtype == torch.bool and fake.dtype in (torch.int32, torch.int64):
         return Field(source.shape, lambda index: _counted(source.at(index)))
     return Field(source.shape, lambda index: Opaque(f"a cast from {before.dtype} to {fake.dtype}"))
