@@ -11,6 +11,9 @@ linear store is written first and then read whole: q * C scores, however few tok
 (Blocks of queries inside the graph would give the second number for any call. Their number is a quotient of sizes, and
 torch.export then writes guards on such quotients, which do not hold for every length.)
 
+A slot that is not visible is multiplied by 0, not left out: a NaN that some token brought into a ring goes on until its
+slot is written again, at most `slack` tokens after it left the window. The stores begin as zeros.
+
 Products are taken in the tensors' dtype and the softmax in float32, as the eager attention of transformers does.
 """
 
