@@ -111,6 +111,19 @@ class IndexPut(IndexCopy):
         return *self.stores(n), self.causal(position, torch.arange(self.slots))
 
 
+class Sliced(Decoder):
+    """``store[:, :, start : start + n] = new``: `forward(ids, start)` with a number."""
+
+    def forward(self, ids, start):  # type: ignore[override]
+        self.start = start
+        return super().forward(ids, start + torch.arange(ids.shape[1]))
+
+    def step(self, n, k, v, position):
+        for store, new in zip(self.stores(n), (k, v)):
+            store[:, :, self.start : self.start + new.shape[2]] = new
+        return *self.stores(n), self.causal(position, torch.arange(self.slots))
+
+
 class Roll(Decoder):
     """A window that is shifted by one for every token: transformers' StaticSlidingWindowLayer."""
 

@@ -93,7 +93,7 @@ def test_every_idiom_becomes_rings(idiom, form, eager):
     assert [str(node.args[0].target) for node in counter] == ["swa_pass_seen"]
     assert not CACHE_OPS & set(left) - {"copy_"}
     assert error(decode(gm), expected()) < 1e-5
-    assert int(gm.swa_pass_seen) == TEXT.shape[1]
+    assert gm.swa_pass_seen.tolist() == [TEXT.shape[1]] * 2
     slots = W + (SLACK if idiom.startswith("Index") else 0)
     rings = {name: ring for name, ring in result.owned.items() if "ring" in name}
     assert len(rings) == 4
@@ -333,6 +333,36 @@ class TestPrograms:
         with torch.no_grad():
             program = torch.export.export(torch.nn.Linear(3, 3), (torch.ones(1, 3),))
         assert swa_pass.rewrite(program).graph is program
+
+
+class TestSliced:
+    """A start that is a number: one program for all of them, and for prompts of any length."""
+
+    def program(self, decompose, **knobs):
+        dims = ({1: torch.export.Dim.DYNAMIC}, torch.export.Dim.DYNAMIC)
+        with torch.no_grad():
+            program = torch.export.export(idioms.Sliced(**knobs), (TEXT[:, :3], 5), dynamic_shapes=dims)
+            return program.run_decompositions() if decompose else program
+
+    @pytest.mark.parametrize("own_state", [True, False])
+    @pytest.mark.parametrize("decompose", [False, True], ids=["training", "core"])
+    def test_prefill_and_chunks(self, decompose, own_state):
+        module = self.program(decompose).module()
+        for node in module.graph.find_nodes(op="call_module", target="_guards_fn"):
+            module.graph.erase_node(node)  # torch 2.13 trips over its own guard on a number
+        module.recompile()
+        result = swa_pass.rewrite(module, own_state=own_state, slack=SLACK)
+        assert (result.matches, result.refusals) == (2, [])
+        assert len(result.owned) == (5 if own_state else 0)
+        assert not {"slice_scatter", "index_put"} & set(names(module))
+        steps = [(0, 11), (11, 14), (14, 30), (30, 41)]
+        got = torch.cat([module(TEXT[:, a:b], a) for a, b in steps], dim=1)
+        assert error(got, expected()) < 1e-5
+
+    def test_a_window_that_is_off_by_one_is_seen(self):
+        module = self.program(False, shown=W + 1).module()
+        assert swa_pass.rewrite(module).matches == 2
+        assert error(module(TEXT[:, :30], 0), expected()[:, :30]) > 1e-2
 
 
 class TestJoined:

@@ -79,8 +79,8 @@ class _Writer:
                 stores = [self._call(aten.contiguous.default, store) for store in stores]
             elif not ring and finding.window:
                 self._fits(position, keys.new, keys.slots)
-            if keys.index is not None and str(shape_of(keys.new)[2]) != "1":
-                self._consecutive(keys.index, keys.new)
+            if keys.positions is not None and str(shape_of(keys.new)[2]) != "1":
+                self._consecutive(keys.positions, keys.new)
             ops = torch.ops.swa_pass
             target = ops.attend.default if keys.layout == "joined" else ops.attend_append.default
             window = finding.window
@@ -116,9 +116,12 @@ class _Writer:
         if keys.layout == "joined":
             held = self._call(aten.sym_size.int, keys.state, 2) if not isinstance(keys.slots, int) else keys.slots
             return self._call(aten.scalar_tensor.default, held, dtype=torch.int64, device=example(keys.new).device)
-        if keys.index is not None and keys.layout == "linear":
-            first = self._call(aten.select.int, keys.index, 0, 0)
+        if keys.positions is not None and keys.layout == "linear":
+            first = self._call(aten.select.int, keys.positions, 0, 0)
             return self._call(aten._to_copy.default, first, dtype=torch.int64)
+        if keys.index is not None and keys.positions is None:
+            device = example(keys.new).device
+            return self._call(aten.scalar_tensor.default, keys.index, dtype=torch.int64, device=device)
         seen = finding.mask.seen if keys.fills else keys.query_offset
         assert seen is not None
         return self._from_formula(seen, keys.new)
@@ -143,10 +146,11 @@ class _Writer:
     def _continue_at(self, position: Node, new: Node, back: int) -> None:
         """Stops unless the ring holds what a query at this position needs: see the top of the file."""
         if self._seen is None:
-            self.gm.register_buffer(SEEN, torch.zeros((), dtype=torch.int64, device=example(new).device))
+            # Two numbers, always equal: AOTInductor takes a buffer of one element for a constant, written or not.
+            self.gm.register_buffer(SEEN, torch.zeros(2, dtype=torch.int64, device=example(new).device))
             self._seen = self.gm.graph.get_attr(SEEN)
             self.owned[SEEN] = attribute(self.gm, SEEN)
-        seen = self._seen
+        seen = self._call(aten.select.int, self._seen, 0, 0)
         tokens = self._tokens(new)
         if self._next is None:
             self._next = self._call(aten.add.Scalar, position, tokens)

@@ -86,8 +86,8 @@ def _prove(site: AttentionSite, keys: StateUse, memo: dict[Node, Field]) -> Mask
     new, queries = shape_of(keys.new)[2], shape_of(site.query)[2]
     if str(new) != str(queries):
         return unknown(f"{queries} queries of {new} new tokens: which ones is not known")
-    if keys.index is not None:
-        assume(keys.index, memo)
+    if keys.positions is not None:
+        assume(keys.positions, memo)
     width = shape_of(site.key)[2]
     return prove(site.mask, keys.query_offset, keys.key_offset, queries, width, memo, fills=keys.fills)
 

@@ -9,11 +9,21 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from . import eager, gathered_window, joined_tokens, linear_store, lse_sinks, paged_store, sdpa, shifted_window
+from . import (
+    eager,
+    gathered_window,
+    joined_tokens,
+    linear_store,
+    lse_sinks,
+    paged_store,
+    sdpa,
+    shifted_window,
+    sliced_store,
+)
 from .site import AttentionSite
 from .state import StateUse
 
 ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks)
-CACHES: tuple[ModuleType, ...] = (linear_store, shifted_window, gathered_window, joined_tokens)
+CACHES: tuple[ModuleType, ...] = (linear_store, sliced_store, shifted_window, gathered_window, joined_tokens)
 
 __all__ = ["ATTENTION", "CACHES", "AttentionSite", "StateUse", "paged_store"]

@@ -28,7 +28,8 @@ class StateUse:
 
     idiom: name of the file that found it.  state: where old tokens live.  new: this step's, (B, kv_heads, N, head_dim).
     value: what is read, and written back.  writes: nodes that change the state, replaced by ours.
-    index: positions of the new tokens, an integer tensor (N,), where the graph writes by position.
+    index: where the graph writes by position: the positions of the new tokens, an integer tensor (N,), or the number
+        that the first one has.
     key_offset: position of key 0, as the mask counts;  query_offset: position of the first new token.
     fills: slots that hold nothing yet are read too, and the mask must hide them.
     layout: ``"linear"`` (slot p holds position p, so that a fused attention leaves it as it is), ``"window"`` (time
@@ -40,11 +41,16 @@ class StateUse:
     new: Node
     value: Node
     writes: tuple[Node, ...]
-    index: Node | None
+    index: Any
     query_offset: Lin
     key_offset: Lin
     layout: str
     fills: bool = False
+
+    @property
+    def positions(self) -> Node | None:
+        """`index`, if it is a tensor."""
+        return self.index if isinstance(self.index, Node) and shape_of(self.index) else None
 
     @property
     def slots(self) -> Any:
