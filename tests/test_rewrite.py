@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
 
 import idioms
 import pytest
@@ -355,7 +356,7 @@ class TestSliced:
         assert len(result.owned) == (5 if own_state else 0)
         assert not {"slice_scatter", "index_put"} & set(names(module))
         borders = range(42) if decompose else (0, 11, 14, 30, 41)
-        got = torch.cat([module(TEXT[:, a:b], a) for a, b in zip(borders, borders[1:]) if b <= 41], dim=1)
+        got = torch.cat([module(TEXT[:, a:b], a) for a, b in itertools.pairwise(borders) if b <= 41], dim=1)
         assert error(got, expected()) < 1e-5
 
     def test_a_window_that_is_off_by_one_is_seen(self):
