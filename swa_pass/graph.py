@@ -157,7 +157,7 @@ def has_side_effect(node: Node) -> bool:
 _VIEWS = {
     *("getitem", "select", "slice", "narrow", "split", "chunk", "unbind", "reshape", "flatten", "view_as"),
     *("contiguous", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "t", "alias", "detach"),
-    *("detach_", "to"),
+    *("detach_", "to", "broadcast_to"),
 }
 
 
@@ -203,7 +203,13 @@ def _users_of_memory(node: Node) -> tuple[list[Node], list[Node]]:
     return writers, readers
 
 
+#: Operators that write to their first operand, although they are used for their value.
+_AUGMENTED = (operator.iadd, operator.imul, operator.itruediv, operator.setitem)
+
+
 def _writes_to(user: Node, target: Node) -> bool:
+    if user.kwargs.get("out") is target or (user.target in _AUGMENTED and user.args[0] is target):
+        return True
     if not has_side_effect(user) or user.op == "output":
         return False
     schema = getattr(user.target, "_schema", None)
