@@ -1,0 +1,56 @@
+"""What differs between the model families of optimum-habana, in one table.
+
+`stock_window` says what the stock Gaudi code does with the window, compared with upstream transformers, where a query
+sees exactly W keys. "W+1": one key too many. "broken": wrong once the context is longer than the window. "none": the
+window is ignored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Family:
+    """hook: the attention's method that computes everything up to the output projection.
+    gathered_rope: outside a Gaudi its rotary helper wants cos and sin of the tokens, not of all positions.
+    fused_only: it has no option for flash attention and takes the fused kernel wherever there is one."""
+
+    hook: str
+    stock_window: str
+    gathered_rope: bool = False
+    fused_only: bool = False
+
+
+FAMILIES = {
+    "GaudiGemma2ForCausalLM": Family("pre_attn_forward", "W+1"),
+    "GaudiGemma3ForCausalLM": Family("pre_attn_forward", "W+1"),
+    "GaudiGemma3ForConditionalGeneration": Family("pre_attn_forward", "W+1"),
+    "GaudiGptOssForCausalLM": Family("forward", "W+1"),
+    "GaudiMistralForCausalLM": Family("forward", "broken", gathered_rope=True),
+    "GaudiMixtralForCausalLM": Family("forward", "broken", gathered_rope=True, fused_only=True),
+    "GaudiQwen2ForCausalLM": Family("pre_attn_forward", "none"),
+    "GaudiQwen3ForCausalLM": Family("pre_attn_forward", "none"),
+    "GaudiStarcoder2ForCausalLM": Family("pre_attn_forward", "none"),
+}
+
+
+def is_gaudi(model: Any) -> bool:
+    """Whether this is a model of optimum-habana's."""
+    return type(model).__module__.startswith("optimum.habana.")
+
+
+def decoder_of(model: Any) -> Any:
+    """The module that holds the decoder layers."""
+    return getattr(model.model, "language_model", model.model)
+
+
+def windows(config: Any) -> list[int | None]:
+    """The window of every layer as the text config says; None for a global layer.
+
+    Families without `layer_types` have one window for all layers, or none.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
