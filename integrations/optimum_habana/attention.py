@@ -70,16 +70,23 @@ def forward(
 def _rotated(
     attention: Any, layer: Layer, step: Step, q: Tensor, k: Tensor, v: Tensor, position_ids: Tensor, given: Any
 ) -> tuple[Tensor, Tensor]:
-    """RoPE by the family's own helper, which takes the fused kernel on a Gaudi."""
+    """RoPE: on a Gaudi by the family's own helper, which takes the fused kernel there. Elsewhere that helper expects
+    other arguments in some families (Mistral, gpt-oss), so it is written out."""
     if layer.sinks:  # gpt-oss makes cos and sin once, in the decoder
         cos, sin = given
     else:
         length = attention.k_cache.get_shape()[-2] if step.decoding else q.shape[2]
         local = getattr(attention, "rotary_emb_local", None) if layer.window is not None else None
         cos, sin = (local or attention.rotary_emb)(v, seq_len=length)
-    if layer.family.gathered_rope and q.device.type != "hpu":
-        cos, sin = cos[position_ids], sin[position_ids]
-    return sys.modules[type(attention).__module__].apply_customized_rope(q, k, cos, sin, position_ids, False)  # type: ignore[attr-defined]
+    if q.device.type == "hpu":
+        return sys.modules[type(attention).__module__].apply_customized_rope(q, k, cos, sin, position_ids, False)  # type: ignore[attr-defined]
+    cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
+    return _turned(q, cos, sin), _turned(k, cos, sin)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos + torch.cat([-second, first], dim=-1) * sin).to(x.dtype)
 
 
 def _decode(attention: Any, layer: Layer, step: Step, fused: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

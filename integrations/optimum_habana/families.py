@@ -14,12 +14,10 @@ from typing import Any
 @dataclass(frozen=True)
 class Family:
     """hook: the attention's method that computes everything up to the output projection.
-    gathered_rope: outside a Gaudi its rotary helper wants cos and sin of the tokens, not of all positions.
     fused_only: it has no option for flash attention and takes the fused kernel wherever there is one."""
 
     hook: str
     stock_window: str
-    gathered_rope: bool = False
     fused_only: bool = False
 
 
@@ -28,8 +26,8 @@ FAMILIES = {
     "GaudiGemma3ForCausalLM": Family("pre_attn_forward", "W+1"),
     "GaudiGemma3ForConditionalGeneration": Family("pre_attn_forward", "W+1"),
     "GaudiGptOssForCausalLM": Family("forward", "W+1"),
-    "GaudiMistralForCausalLM": Family("forward", "broken", gathered_rope=True),
-    "GaudiMixtralForCausalLM": Family("forward", "broken", gathered_rope=True, fused_only=True),
+    "GaudiMistralForCausalLM": Family("forward", "broken"),
+    "GaudiMixtralForCausalLM": Family("forward", "broken", fused_only=True),
     "GaudiQwen2ForCausalLM": Family("pre_attn_forward", "none"),
     "GaudiQwen3ForCausalLM": Family("pre_attn_forward", "none"),
     "GaudiStarcoder2ForCausalLM": Family("pre_attn_forward", "none"),

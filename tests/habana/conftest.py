@@ -25,12 +25,18 @@ if INSTALLED:
 
 
 @pytest.fixture(scope="session")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Per family: weights, logits and beams of upstream transformers, from a process that never saw the stand-in."""
+def references_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Made by a process that never saw the stand-in."""
     file = tmp_path_factory.mktemp("reference") / "reference.pt"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     subprocess.run([sys.executable, HERE / "gaudi_reference.py", str(file)], check=True, env=environment, timeout=300)
-    return torch.load(file)
+    return file
+
+
+@pytest.fixture(scope="session")
+def references(references_file: Path) -> dict[str, Any]:
+    """Per family: weights, logits and beams of upstream transformers."""
+    return torch.load(references_file)
 
 
 @pytest.fixture(autouse=True)

@@ -2,14 +2,15 @@
 
 `wrap_in_hpu_graph` has the contract of the plugin's: the key of a graph is the shapes of all tensor arguments and the
 values of all others; on a hit Python does not run, inputs are copied into the buffers of the first call, and the
-outputs are the same buffers every time. The recording is `make_fx` of aten operators on real tensors, with parameters
-and caches closed over and in-place operators kept.
+outputs are the same buffers every time. What is recorded is the list of operators of the first call, which are run
+again on the same parameters and caches.
 """
 
 from functools import wraps
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 stats = {"captures": 0, "replays": 0, "bypass": 0}
 
@@ -49,21 +50,34 @@ def _flatten(value):
     return [], lambda tensors: value
 
 
-def _capture(forward, args, kwargs):
-    inputs, rebuild_inputs = _flatten((args, kwargs))
-    found = {}
+class Recording(TorchDispatchMode):
+    """The operators that ran, with the tensors that they read and made."""
 
-    def flat(*tensors):
-        a, k = rebuild_inputs(iter(tensors))
-        outputs, found["rebuild"] = _flatten(forward(*a, **k))
-        return outputs
+    def __init__(self):
+        super().__init__()
+        self.tape = []
 
-    with torch.no_grad():
-        graph = make_fx(flat, tracing_mode="real", _allow_non_fake_inputs=True)(*inputs)
-    graph.graph.eliminate_dead_code()
-    graph.recompile()
-    # Recording ran everything once but hands no outputs out; writes into caches are the same when done twice.
-    return inputs, graph, list(graph(*inputs)), found["rebuild"]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            raise RuntimeError(f"{func} reads a tensor on the host while an HPU graph is being captured")
+        result = func(*args, **(kwargs or {}))
+        self.tape.append((func, args, kwargs or {}, result))
+        return result
+
+    def replay(self):
+        """Runs everything once more. Returns the new tensor of each recorded one, by the id of the old one."""
+        now = {}
+
+        def current(tensor):
+            return now.get(id(tensor), tensor)
+
+        for func, args, kwargs, recorded in self.tape:
+            args, kwargs = tree_map_only(torch.Tensor, current, (args, kwargs))
+            result = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(recorded), tree_leaves(result)):
+                if isinstance(old, torch.Tensor):
+                    now[id(old)] = new
+        return now
 
 
 def wrap_in_hpu_graph(module, asynchronous=False, disable_tensor_cache=False, dry_run=False, max_graphs=None):
@@ -80,14 +94,20 @@ def wrap_in_hpu_graph(module, asynchronous=False, disable_tensor_cache=False, dr
             if max_graphs is not None and len(cache) >= max_graphs:
                 return forward(*args, **kwargs)
             stats["captures"] += 1
-            cache[key] = _capture(forward, args, kwargs)
-            return cache[key][3](iter(cache[key][2]))
-        inputs, graph, outputs, rebuild = cache[key]
+            inputs, rebuild_inputs = _flatten((args, kwargs))
+            inputs = [tensor.clone() for tensor in inputs]  # buffers of the graph's own
+            args, kwargs = rebuild_inputs(iter(inputs))
+            recording = Recording()
+            with torch.no_grad(), recording:
+                result = forward(*args, **kwargs)
+            cache[key] = (inputs, recording, *_flatten(result))
+            return result
+        inputs, recording, outputs, rebuild = cache[key]
         for buffer, given in zip(inputs, _flatten((args, kwargs))[0]):
-            if buffer is not given:
-                buffer.copy_(given)
-        for buffer, result in zip(outputs, graph(*inputs)):
-            buffer.copy_(result)
+            buffer.copy_(given)
+        now = recording.replay()
+        for buffer in outputs:
+            buffer.copy_(now[id(buffer)])
         stats["replays"] += 1
         return rebuild(iter(outputs))
 
