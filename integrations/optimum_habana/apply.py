@@ -262,12 +262,19 @@ def _inputs_hook(runtime: Runtime, stock: Any) -> Any:
         ):
             inputs[name] = kwargs.get(name)
         if reusing:
-            pads = runtime.pads
-            needed = 0 if first else runtime.window
-            inputs[UNMASKED] = pads is not None and (pads == 0 if first else tokens >= needed + pads)
+            inputs[UNMASKED] = _unmasked(runtime, tokens, first)
         return inputs
 
     return prepare
+
+
+def _unmasked(runtime: Runtime, tokens: int, first: bool) -> bool:
+    """Whether the host knows that a mask would hide nothing: in the prompt's own square, or in the rings."""
+    if runtime.pads is None:
+        return False
+    if first:
+        return runtime.pads == 0 and tokens > 1  # a prompt of one token reads the ring, as a decode step does
+    return tokens >= runtime.window + runtime.pads
 
 
 def _generate_hook(model: Any, stock: Any) -> Any:
@@ -275,6 +282,12 @@ def _generate_hook(model: Any, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def generate(*args: Any, **kwargs: Any) -> Any:
+        chosen = kwargs.get("generation_config") or model.generation_config
+        if kwargs.get("static_shapes", getattr(chosen, "static_shapes", None)) is False:
+            raise ValueError(
+                f"{type(model).__name__}, layer 0 and on: rings need static shapes, but static_shapes is False; call "
+                "generate(..., static_shapes=True)"
+            )
         config = model.config
         if config.model_type != "gemma3_text":
             return stock(*args, **kwargs)

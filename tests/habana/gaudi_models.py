@@ -68,7 +68,7 @@ def config_of(family: str, window: int = W) -> Any:
                   "image_size": 16, "patch_size": 8}  # fmt: skip
         config = configs.Gemma3Config(text_config={**arguments, "query_pre_attn_scalar": 8}, vision_config=vision,
                                       mm_tokens_per_image=4, image_token_index=95, boi_token_index=93,
-                                      eoi_token_index=94, torch_dtype=torch.float32, initializer_range=0.2)  # fmt: skip
+                                      eoi_token_index=94, eos_token_id=96, torch_dtype=torch.float32, initializer_range=0.2)  # fmt: skip
         config.text_config._attn_implementation = "eager"
     else:
         config = getattr(configs, name)(**arguments)
