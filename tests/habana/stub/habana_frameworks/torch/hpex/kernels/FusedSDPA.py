@@ -26,10 +26,11 @@ calls: list[Call] = []
 
 
 def _attend(q, k, v, mask, p, causal, scale, softmax_mode, recompute, valid_seq_len, padding, window, sink):
-    calls.append(
-        Call(tuple(q.shape), tuple(k.shape), None if mask is None else tuple(mask.shape), bool(causal), scale,
-             recompute, tuple(window), sink is not None)
-    )  # fmt: skip
+    if not torch.compiler.is_compiling():
+        calls.append(
+            Call(tuple(q.shape), tuple(k.shape), None if mask is None else tuple(mask.shape), bool(causal), scale,
+                 recompute, tuple(window), sink is not None)
+        )  # fmt: skip
     if valid_seq_len is not None and not causal:
         raise AssertionError("valid_seq_len needs is_causal=True in inference")
     if softmax_mode.lower() == "fp32" and q.dtype != torch.bfloat16:
