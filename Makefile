@@ -1,6 +1,7 @@
 # make demo   the main job on a real model, with a table      make test   lint, types and tests
 # make test-all  tests on every family and model as well
 # make bench  decode benchmark                                make families  docs/families.md: every family against stock
+# make test-habana  models of optimum-habana, beside a stand-in for Intel's plugin
 # make sanitize  the C++ kernels under ASan and UBSan        make clean     remove what the others made
 #
 # Only Python 3.10+ and a C++ compiler are needed; everything else goes into .venv.
@@ -12,7 +13,7 @@ VENV_HABANA ?= .venv-habana
 # Pinned, and installed first and alone: a range lets pip fetch the newest build, which may come with gigabytes of CUDA.
 TORCH       ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
-HABANA_ARGS ?=
+HABANA_ARGS ?= -n 2
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
@@ -28,7 +29,7 @@ CORE_TESTS := tests --ignore-glob='tests/test_ops_*' $(patsubst %,--ignore=tests
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,7p' Makefile
+	@sed -n '1,8p' Makefile
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \

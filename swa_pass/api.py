@@ -65,8 +65,8 @@ def apply(
     if gaudi is not None:
         if backend is not None or kv_dtype is not None:
             raise ValueError(
-                f"{type(model).__name__} is a model of optimum-habana's: backend and kv_dtype have no meaning there. Call "
-                "apply without them; HPU graphs or torch.compile come afterwards, docs/gaudi.md says how."
+                f"{type(model).__name__} is a model of optimum-habana's: backend and kv_dtype have no meaning there. "
+                "Call apply without them; HPU graphs or torch.compile come afterwards, docs/gaudi.md says how."
             )
         return gaudi.apply(model)
     _check(model)

@@ -27,7 +27,9 @@ TOO_OLD = Version("5.17.0") > TRANSFORMERS
 def check_transformers() -> None:
     """ImportError where transformers is too old for stock models."""
     if TOO_OLD:
-        raise ImportError(f"swa_pass needs transformers >= 5.17, found {TRANSFORMERS}. Run: pip install -U transformers")
+        raise ImportError(
+            f"swa_pass needs transformers >= 5.17, found {TRANSFORMERS}. Run: pip install -U transformers"
+        )
 
 
 if TOO_OLD and (find_spec("optimum") is None or find_spec("optimum.habana") is None):

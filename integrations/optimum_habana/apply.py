@@ -73,8 +73,8 @@ def apply(model: Any, *, window_semantics: str | None = None) -> Any:
     name = type(model).__name__
     if not is_gaudi(model):
         raise TypeError(
-            f"{name} is no model of optimum-habana's. Call adapt_transformers_to_gaudi() before the model is loaded, or "
-            "use swa_pass.apply for stock transformers models."
+            f"{name} is no model of optimum-habana's. Call adapt_transformers_to_gaudi() before the model is loaded, "
+            "or use swa_pass.apply for stock transformers models."
         )
     family = FAMILIES.get(name)
     if family is None:
@@ -106,7 +106,7 @@ def apply(model: Any, *, window_semantics: str | None = None) -> Any:
 
 
 def revert(model: Any) -> Any:
-    """The stock model again, with empty stock caches. Wrap it in HPU graphs anew: a wrapper around ours goes with it."""
+    """The stock model again, with empty stock caches. HPU graphs go, too: wrap it anew."""
     runtime = model.__dict__.pop(_KEY, None)
     for owner, name, old in reversed(runtime.undo if runtime is not None else []):
         if old is not None:
@@ -249,7 +249,8 @@ def _inputs_hook(runtime: Runtime, stock: Any) -> Any:
 
     @functools.wraps(stock)
     def prepare(input_ids: Tensor, **kwargs: Any) -> dict[str, Any]:
-        tokens, mask = kwargs.get("token_idx_cpu"), kwargs.get("attention_mask")
+        tokens: Any = kwargs.get("token_idx_cpu")
+        mask = kwargs.get("attention_mask")
         first = kwargs.get("past_key_values") is None
         reusing = bool(kwargs.get("reuse_cache")) and tokens is not None
         if first and reusing:

@@ -79,7 +79,7 @@ def _rotated(
         local = getattr(attention, "rotary_emb_local", None) if layer.window is not None else None
         cos, sin = (local or attention.rotary_emb)(v, seq_len=length)
     if q.device.type == "hpu":
-        return sys.modules[type(attention).__module__].apply_customized_rope(q, k, cos, sin, position_ids, False)  # type: ignore[attr-defined]
+        return sys.modules[type(attention).__module__].apply_customized_rope(q, k, cos, sin, position_ids, False)
     cos, sin = cos[position_ids][:, None], sin[position_ids][:, None]
     return _turned(q, cos, sin), _turned(k, cos, sin)
 

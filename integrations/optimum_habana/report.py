@@ -32,7 +32,7 @@ def spec(
     """One layer of a Gaudi report. window: keys a query sees, or None for a global layer."""
     kind = "full" if window is None else "sliding"
     default = "kept" if window is None else "rewritten"
-    why = reason or ("not sliding: the whole context stays" if window is None else "")
+    why = reason or ("not sliding: the whole context stays" if window is None else "window of the config: W slots")
     return LayerSpec(
         index=index, kind=kind, window=window, action=action or default, reason=why, heads=heads, kv_heads=kv_heads,
         head_dim=head_dim, v_head_dim=head_dim, k_dtype=dtype, v_dtype=dtype, device=torch.device(device), **more,

@@ -66,9 +66,11 @@ def config_of(family: str, window: int = W) -> Any:
     if family == "gemma3_vision":
         vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                   "image_size": 16, "patch_size": 8}  # fmt: skip
-        config = configs.Gemma3Config(text_config={**arguments, "query_pre_attn_scalar": 8}, vision_config=vision,
-                                      mm_tokens_per_image=4, image_token_index=95, boi_token_index=93,
-                                      eoi_token_index=94, eos_token_id=96, torch_dtype=torch.float32, initializer_range=0.2)  # fmt: skip
+        config = configs.Gemma3Config(
+            text_config={**arguments, "query_pre_attn_scalar": 8}, vision_config=vision, mm_tokens_per_image=4,
+            image_token_index=95, boi_token_index=93, eoi_token_index=94, eos_token_id=96, torch_dtype=torch.float32,
+            initializer_range=0.2,
+        )  # fmt: skip
         config.text_config._attn_implementation = "eager"
     else:
         config = getattr(configs, name)(**arguments)

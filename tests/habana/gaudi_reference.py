@@ -1,4 +1,4 @@
-"""Upstream transformers on the tiny models: weights, logits of every step, beams. Run as a program, without the stand-in.
+"""Upstream transformers on the tiny models: weights, logits of every step, beams. A program, run without the stand-in.
 
 adapt_transformers_to_gaudi changes transformers for the whole process, so the reference is made in one of its own.
 """

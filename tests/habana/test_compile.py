@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from gaudi_helpers import assert_upstream, gaudi, step_logits
 from functorch.compile import make_boxed_func
+from gaudi_helpers import assert_upstream, gaudi, step_logits
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 

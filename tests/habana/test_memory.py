@@ -22,7 +22,8 @@ CLASSES = {
 
 
 def test_the_table_is_in_the_docs():
-    assert table() in Path(ROOT, "docs", "gaudi.md").read_text(), "run: python -m swa_pass.integrations.optimum_habana.memory"
+    command = "python -m swa_pass.integrations.optimum_habana.memory"
+    assert table() in Path(ROOT, "docs", "gaudi.md").read_text(), f"put in what this prints: {command}"
 
 
 @pytest.mark.parametrize("name", MODELS)

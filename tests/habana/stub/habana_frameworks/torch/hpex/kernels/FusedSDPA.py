@@ -62,7 +62,8 @@ def _attend(q, k, v, mask, p, causal, scale, softmax_mode, recompute, valid_seq_
 class FusedSDPA12(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, softmax_mode="None",
-                recompute_mode=None, valid_seq_len=None, seq_padding_type="left", return_dropout_mask=False):  # fmt: skip
+                recompute_mode=None, valid_seq_len=None, seq_padding_type="left",
+                return_dropout_mask=False):  # fmt: skip
         return _attend(q, k, v, attn_mask, dropout_p, is_causal, scale, softmax_mode, recompute_mode, valid_seq_len,
                        seq_padding_type, (-1, -1), None)  # fmt: skip
 
