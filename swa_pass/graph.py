@@ -135,6 +135,41 @@ def has_side_effect(node: Node) -> bool:
     return node.op == "call_module"
 
 
+_IN_PLACE = (operator.iadd, operator.imul, operator.itruediv, operator.setitem)
+#: Results that may share memory with their first argument.
+_SHARING = {"getitem", "select", "slice", "unsqueeze", "squeeze", "reshape", "expand", "expand_as", "broadcast_to",
+            "transpose", "permute", "t", "alias", "detach", "to", "contiguous"}  # fmt: skip
+
+
+def changed_in_place(node: Node) -> Node | None:
+    """Something that writes into this tensor, or into a view of it, and after which the tensor is used again."""
+    aliases, queue = {node}, [node]
+    while queue:
+        for user in queue.pop().users:
+            if user.args and user.args[0] in aliases and op_name(user) in _SHARING and user not in aliases:
+                aliases.add(user)
+                queue.append(user)
+    uses = [user for alias in aliases for user in alias.users]
+    for user in uses:
+        if any(_writes(user, alias) for alias in aliases) and any(later is not user and user < later for later in uses):
+            return user
+    return None
+
+
+def _writes(user: Node, tensor: Node) -> bool:
+    if user.kwargs.get("out") is tensor:
+        return True
+    schema = getattr(user.target, "_schema", None) if user.op == "call_function" else None
+    if schema is not None:
+        named = [(argument.name, argument.alias_info) for argument in schema.arguments]
+        written = {name for name, alias in named if alias is not None and alias.is_write}
+        given = {**dict(zip([name for name, _ in named], user.args)), **user.kwargs}
+        return any(given.get(name) is tensor for name in written)
+    if not user.args or user.args[0] is not tensor:
+        return False
+    return user.target in _IN_PLACE if user.target in (*_OPERATOR_NAMES, *_IN_PLACE) else has_side_effect(user)
+
+
 def erase_all_unused(gm: GraphModule) -> int:
     """Erases every node whose value nobody uses and that writes nothing."""
     return erase_unused(gm, [node for node in gm.graph.nodes if not node.users])

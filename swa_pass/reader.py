@@ -36,7 +36,7 @@ from .formula import (
     negation,
     quotient,
 )
-from .graph import argument, example, integer, op_name, shape_of
+from .graph import argument, changed_in_place, example, integer, op_name, shape_of
 
 Reader = Callable[[Node, dict[Node, Field]], Field]
 _READERS: dict[str, Reader] = {}
@@ -60,6 +60,9 @@ def _read_node(node: Node, memo: dict[Node, Field]) -> Field:
     if not isinstance(fake, torch.Tensor):
         lin = integer(node)
         return constant(lin if lin is not None else Opaque(f"the value {node.name}"))
+    writer = changed_in_place(node)
+    if writer is not None:
+        return Field(tuple(fake.shape), lambda index: Opaque(f"a tensor that {op_name(writer)} changes in place"))
     reader = _READERS.get(op_name(node)) if node.op in ("call_function", "call_method") else None
     if reader is None:
         return _leaf(node, fake)

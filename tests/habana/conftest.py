@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gaudi_shared import made_once
 
 HERE = Path(__file__).resolve().parent
 INSTALLED = importlib.util.find_spec("optimum") is not None and importlib.util.find_spec("optimum.habana") is not None
@@ -27,10 +28,13 @@ if INSTALLED:
 @pytest.fixture(scope="session")
 def references_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Made by a process that never saw the stand-in."""
-    file = tmp_path_factory.mktemp("reference") / "reference.pt"
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    subprocess.run([sys.executable, HERE / "gaudi_reference.py", str(file)], check=True, env=environment, timeout=300)
-    return file
+
+    def make(file: Path) -> None:
+        command = [sys.executable, HERE / "gaudi_reference.py", str(file)]
+        subprocess.run(command, check=True, env=environment, timeout=300)
+
+    return made_once(tmp_path_factory, "reference.pt", make)
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(name: str, folder: Path, *arguments: str) -> str:
     command = [sys.executable, str(ROOT / "examples" / name), *arguments]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=dict(os.environ))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
