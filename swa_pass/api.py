@@ -224,7 +224,7 @@ def _check_something_new(cache: HybridCache, model_kwargs: dict[str, Any], gener
 
 def _optimum_habana(model: Any) -> Any:
     """The integration for models of optimum-habana's, imported for these only; None for any other model."""
-    if not type(model).__module__.startswith("optimum.habana."):
+    if not any(kind.__module__.startswith("optimum.habana.") for kind in type(model).__mro__):
         return None
     from .integrations import optimum_habana
 

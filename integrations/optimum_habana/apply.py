@@ -15,7 +15,7 @@ from swa_pass.render import ranges
 from . import attention as attention_module
 from .attention import Layer, describe
 from .cache import RingKVCache, reorder
-from .families import FAMILIES, Family, decoder_of, is_gaudi, windows
+from .families import FAMILIES, Family, decoder_of, family_of, is_gaudi, windows
 from .kernel import FusedAttention, fused_attention
 from .report import GaudiReport, report
 from .step import Step, left_pads
@@ -76,7 +76,7 @@ def apply(model: Any, *, window_semantics: str | None = None) -> Any:
             f"{name} is no model of optimum-habana's. Call adapt_transformers_to_gaudi() before the model is loaded, "
             "or use swa_pass.apply for stock transformers models."
         )
-    family = FAMILIES.get(name)
+    family = family_of(model)
     if family is None:
         raise ValueError(f"{name} has no rings yet; supported are {', '.join(sorted(FAMILIES))}. Leave it as it is.")
     if model.training:
@@ -120,7 +120,7 @@ def explain(model: Any) -> GaudiReport:
     """What is done with each layer, and the KV bytes: those of an applied model, or of one before apply."""
     runtime = model.__dict__.get(_KEY)
     if runtime is None:
-        family = FAMILIES.get(type(model).__name__) if is_gaudi(model) else None
+        family = family_of(model) if is_gaudi(model) else None
         if family is None:
             raise ValueError(f"{type(model).__name__} has no rings; supported are {', '.join(sorted(FAMILIES))}")
         return report(model, Runtime(model, family).layers, applied=False)
@@ -144,7 +144,7 @@ def _install(model: Any, runtime: Runtime) -> None:
     runtime.replace(runtime.decoder, "forward", _decoder_hook(runtime, runtime.decoder.forward))
     runtime.replace(model, "forward", _model_hook(runtime, model.forward))
     stock_inputs = model.prepare_inputs_for_generation
-    if type(model).__name__ == "GaudiGemma3ForCausalLM":
+    if model.config.model_type == "gemma3_text":
         # Its own is transformers' generic one, which knows nothing of token_idx.
         from optimum.habana.transformers.models.gemma3 import modeling_gemma3
 

@@ -35,8 +35,13 @@ FAMILIES = {
 
 
 def is_gaudi(model: Any) -> bool:
-    """Whether this is a model of optimum-habana's."""
-    return type(model).__module__.startswith("optimum.habana.")
+    """Whether this is a model of optimum-habana's, or of a class derived from one."""
+    return any(kind.__module__.startswith("optimum.habana.") for kind in type(model).__mro__)
+
+
+def family_of(model: Any) -> Family | None:
+    """The supported family, or None."""
+    return next((FAMILIES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in FAMILIES), None)
 
 
 def decoder_of(model: Any) -> Any:

@@ -161,6 +161,13 @@ def test_sinks_over_several_devices_are_refused(references, monkeypatch):
     refused(lambda: optimum_habana.apply(model), "sinks", "use one device")
 
 
+def test_a_class_derived_from_a_gaudi_class(references):
+    model = gaudi("mistral", references, apply=False)
+    model.__class__ = type("MyMistral", (type(model),), {})
+    swa_pass.apply(model)
+    assert_upstream(step_logits(model, "long"), references, "mistral", "long")
+
+
 def test_stock_models_need_a_newer_transformers():
     class Stock(torch.nn.Module):
         config = SimpleNamespace(get_text_config=None)
