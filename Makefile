@@ -1,6 +1,7 @@
 # make demo   the main job on a real model, with a table      make test   lint, types and tests
 # make test-all  tests on every family and model as well
 # make bench  decode benchmark                                make families  docs/families.md: every family against stock
+# make test-habana  models of optimum-habana, beside a stand-in for Intel's plugin
 # make sanitize  the C++ kernels under ASan and UBSan        make clean     remove what the others made
 #
 # Only Python 3.10+ and a C++ compiler are needed; everything else goes into .venv.
@@ -8,24 +9,27 @@
 PYTHON      ?= python3
 VENV        ?= .venv
 VENV_OLDEST ?= .venv-transformers-5.17
+VENV_HABANA ?= .venv-habana
 # Pinned, and installed first and alone: a range lets pip fetch the newest build, which may come with gigabytes of CUDA.
 TORCH       ?= torch==2.13.0
 PYTEST_ARGS ?= -n 2
+HABANA_ARGS ?= -n 2
 DEMO_ARGS   ?=
 BENCH_ARGS  ?=
 
 BIN        := $(VENV)/bin
 BIN_OLDEST := $(VENV_OLDEST)/bin
+BIN_HABANA := $(VENV_HABANA)/bin
 PIP_FLAGS  := --disable-pip-version-check
 # What knows nothing of transformers (operators, masks as formulas), or is about one version of it (families), is left out.
 CORE_TESTS := tests --ignore-glob='tests/test_ops_*' $(patsubst %,--ignore=tests/test_%.py,packaging examples demo linear \
               masks pieces ring_policy families)
 
-.PHONY: help demo test test-all lint bench sanitize families test-transformers-5.17 clean
+.PHONY: help demo test test-all lint bench sanitize families test-transformers-5.17 test-habana clean
 .DELETE_ON_ERROR:
 
 help:
-	@sed -n '1,7p' Makefile
+	@sed -n '1,8p' Makefile
 
 define new_venv
 @$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' \
@@ -56,6 +60,18 @@ $(VENV_OLDEST)/.ready: $(VENV_OLDEST)/.torch pyproject.toml setup.py constraints
 	$(BIN_OLDEST)/python -m pip install $(PIP_FLAGS) -c $(VENV_OLDEST)/constraints.txt transformers==5.17.0 -e ".[dev,demo]"
 	@touch $@
 
+$(VENV_HABANA)/.torch:
+	$(call new_venv,$(VENV_HABANA))
+	@touch $@
+
+# optimum-habana needs transformers 4.55, so it has an environment of its own; swa_pass comes into it without what it requires.
+HABANA_PINS := tests/habana/constraints.txt
+$(VENV_HABANA)/.ready: $(VENV_HABANA)/.torch pyproject.toml setup.py $(HABANA_PINS) tests/habana/requirements-no-deps.txt
+	$(BIN_HABANA)/python -m pip install $(PIP_FLAGS) -r $(HABANA_PINS)
+	$(BIN_HABANA)/python -m pip install $(PIP_FLAGS) --no-deps -r tests/habana/requirements-no-deps.txt
+	$(BIN_HABANA)/python -m pip install $(PIP_FLAGS) --no-deps --no-build-isolation -e .
+	@touch $@
+
 demo: $(VENV)/.ready
 	$(BIN)/swa-pass demo $(DEMO_ARGS)
 
@@ -72,6 +88,10 @@ test-all: lint $(VENV)/.tests
 test-transformers-5.17: $(VENV_OLDEST)/.ready
 	$(BIN_OLDEST)/python -m pytest $(CORE_TESTS) $(PYTEST_ARGS)
 
+# Real optimum-habana on CPU; only Intel's plugin is stood in for (tests/habana/stub).
+test-habana: $(VENV_HABANA)/.ready
+	PATH="$(abspath $(BIN_HABANA)):$$PATH" $(BIN_HABANA)/python -m pytest tests/habana $(HABANA_ARGS)
+
 bench: $(VENV)/.ready
 	$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
 
@@ -87,5 +107,5 @@ families: $(VENV)/.ready
 	$(BIN)/python tests/families.py --write docs/families.md
 
 clean:
-	rm -rf $(VENV) $(VENV_OLDEST) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VENV_OLDEST) $(VENV_HABANA) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

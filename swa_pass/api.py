@@ -16,7 +16,7 @@ from .backends import compile_after, inner_compiler
 from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
 from .capture import discover, first_line
-from .compat import cache_argument
+from .compat import cache_argument, check_transformers
 from .graph_report import GraphReport, explain_graph
 from .hooks import forward_slot
 from .log import logger, say_once
@@ -63,6 +63,14 @@ def apply(
     """
     if runtime_of(model) is not None:
         return model
+    gaudi = _optimum_habana(model)
+    if gaudi is not None:
+        if backend is not None or kv_dtype is not None:
+            raise ValueError(
+                f"{type(model).__name__} is a model of optimum-habana's: backend and kv_dtype have no meaning there. "
+                "Call apply without them; HPU graphs or torch.compile come afterwards, docs/gaudi.md says how."
+            )
+        return gaudi.apply(model)
     check_model(model)
     if slack < 0:
         raise ValueError(f"slack must be >= 0 tokens, got {slack}")
@@ -80,6 +88,9 @@ def apply(
 
 def revert(model: Any) -> Any:
     """The stock model again. Graphs and caches are dropped."""
+    gaudi = _optimum_habana(model)
+    if gaudi is not None:
+        return gaudi.revert(model)
     runtime = model.__dict__.pop(_KEY, None)
     if runtime is not None:
         slot = forward_slot(model)  # accelerate may have put a hook around ours, or taken one off
@@ -102,6 +113,9 @@ def explain(model: Any) -> Any:
     """
     if isinstance(model, (torch.fx.GraphModule, torch.export.ExportedProgram)):
         return explain_graph(model)
+    gaudi = _optimum_habana(model)
+    if gaudi is not None:
+        return gaudi.explain(model)
     runtime = runtime_of(model)
     if runtime is None:
         check_model(model)
@@ -222,7 +236,17 @@ def _check_something_new(cache: HybridCache, model_kwargs: dict[str, Any], gener
 # ------------------------------------------------------------------------------------------------ checks
 
 
+def _optimum_habana(model: Any) -> Any:
+    """The integration for models of optimum-habana's, imported for these only; None for any other model."""
+    if not any(kind.__module__.startswith("optimum.habana.") for kind in type(model).__mro__):
+        return None
+    from .integrations import optimum_habana
+
+    return optimum_habana
+
+
 def check_model(model: Any) -> None:
+    check_transformers()
     config = getattr(model, "config", None)
     if not isinstance(model, torch.nn.Module) or config is None or not hasattr(config, "get_text_config"):
         raise TypeError(f"swa_pass works on transformers models; got {type(model).__name__}")

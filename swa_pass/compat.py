@@ -3,21 +3,37 @@
 5.17 calls the cache argument, the output field and the `generate` keyword ``past_key_values``; 5.24 calls them
 ``cache`` and still takes the old name. The layer protocol (`get_mask_sizes(query_length)`, `crop(-n)`,
 `is_croppable`, `activate_past_recording`) is the same from 5.17 on.
+
+optimum-habana pins an older transformers. Beside it swa_pass can be imported, for the models of `swa_pass.integrations`
+alone: `check_transformers` says so when a stock model is given.
 """
 
 from __future__ import annotations
 
 import inspect
 import sys
+from importlib.util import find_spec
 from typing import Any
 
 import transformers
 from packaging.version import Version
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, LinearAttentionCacheLayerMixin
+from transformers import cache_utils
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 TRANSFORMERS = Version(transformers.__version__)
-if Version("5.17.0") > TRANSFORMERS:
-    raise ImportError(f"swa_pass needs transformers >= 5.17, found {TRANSFORMERS}. Run: pip install -U transformers")
+TOO_OLD = Version("5.17.0") > TRANSFORMERS
+
+
+def check_transformers() -> None:
+    """ImportError where transformers is too old for stock models."""
+    if TOO_OLD:
+        raise ImportError(
+            f"swa_pass needs transformers >= 5.17, found {TRANSFORMERS}. Run: pip install -U transformers"
+        )
+
+
+if TOO_OLD and (find_spec("optimum") is None or find_spec("optimum.habana") is None):
+    check_transformers()
 
 CACHE_NAMES = ("cache", "past_key_values")
 
@@ -55,7 +71,7 @@ def mixed_layers(config: Any) -> list[int]:
 
 
 def _has_state(layer: Any) -> bool:
-    return isinstance(layer, LinearAttentionCacheLayerMixin)
+    return isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
 
 
 def _has_keys(layer: Any) -> bool:
@@ -98,10 +114,12 @@ def _records(kind: type, capturing: Any) -> bool:
 
 __all__ = [
     "CACHE_NAMES",
+    "TOO_OLD",
     "TRANSFORMERS",
     "Cache",
     "CacheLayerMixin",
     "cache_argument",
+    "check_transformers",
     "generate_cache_key",
     "mixed_layers",
     "output_cache",

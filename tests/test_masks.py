@@ -448,3 +448,38 @@ def test_the_last_rows_of_a_mask(capture, build, last):
     assert prove(mask, offset + length - Lin(last), Lin(0), last) == Mask("sliding", 8)
     for wrong in (offset, offset + length, offset + length - Lin(last + 1)):
         assert prove(mask, wrong, Lin(0), last).kind in REFUSED
+
+
+def test_a_mask_that_is_changed_in_place():
+    """Reading the tensor as it was first made would prove a plain sliding window, which it is not any more."""
+
+    def filled(n):
+        q, k = grid(n)
+        mask = k <= q
+        mask.masked_fill_(k < 3, True)
+        return mask & (k > q - 4)
+
+    def assigned(n):
+        q, k = grid(n)
+        mask = (k <= q) & (k > q - 4)
+        mask[:, 0] = True
+        return mask & (k >= 0)
+
+    def through_a_view(n):
+        q, k = grid(n)
+        mask = (k <= q) & (k > q - 4)
+        mask[2:].logical_or_(k < 3)
+        return mask & (k >= 0)
+
+    def before_only(n):
+        q, k = grid(n)
+        position = k + 1
+        position -= 1
+        return (position <= q) & (position > q - 4)
+
+    n = torch.tensor([7])
+    for fn in (filled, assigned, through_a_view):
+        found = verdict(dynamo_graph, fn, n)
+        assert found.kind == "unknown", fn.__name__
+        assert "in place" in found.reason
+    assert verdict(dynamo_graph, before_only, n).kind in ("sliding", "unknown")

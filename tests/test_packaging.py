@@ -89,6 +89,7 @@ def test_wheel_holds_the_package_and_nothing_else(dist: Path) -> None:
     assert kernels
     assert kernels <= set(names)
     modules = {p.relative_to(ROOT).as_posix() for p in ROOT.glob("swa_pass/**/*.py")}
+    modules |= {f"swa_pass/{p.relative_to(ROOT).as_posix()}" for p in ROOT.glob("integrations/**/*.py")}
     assert modules <= set(names), "a package is missing its __init__.py"
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

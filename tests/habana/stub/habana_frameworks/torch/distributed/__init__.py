@@ -1,0 +1,3 @@
+from . import hccl
+
+__all__ = ["hccl"]

@@ -1,0 +1,3 @@
+from . import kernels, normalization, optimizers
+
+__all__ = ["kernels", "normalization", "optimizers"]

@@ -1,0 +1,3 @@
+from . import debug, experimental, internal
+
+__all__ = ["debug", "experimental", "internal"]
