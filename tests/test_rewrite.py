@@ -239,6 +239,28 @@ class TestRefusals:
         assert result.matches == 0
         assert "torch.bool is added to the scores" in result.refusals[0]
 
+    def test_a_position_that_is_no_element_of_an_input(self):
+        class Computed(idioms.Roll):
+            def step(self, n, k, v, position):
+                return super().step(n, k, v, position.clamp(min=3))
+
+        self.unchanged(Computed(), "no element of an input")
+
+    def test_a_second_name_for_the_state(self):
+        """Somebody who reads the store between the write and the attention would miss the token."""
+
+        class Peeks(idioms.IndexCopy):
+            def step(self, n, k, v, position):
+                out = super().step(n, k, v, position)
+                self.seen = self.stores(n)[0][:, :, 0].clone()
+                return out
+
+            def forward(self, ids, position):
+                return super().forward(ids, position), self.seen
+
+        gm = make_fx(Peeks(layers=1))(TEXT[:, :1], torch.tensor([0]))
+        assert swa_pass.rewrite(gm, own_state=False).matches == 0
+
     def test_a_roll_by_two(self):
         class Two(idioms.Roll):
             def step(self, n, k, v, position):
@@ -288,6 +310,23 @@ class TestShared:
                 state[:, :, : 30 - (W - 1)] = float("nan")  # left of the window
                 state[:, :, 30:] = float("nan")  # not written yet
         assert error(decode(gm, 30), expected()[:, 30:]) < 1e-5
+
+    @pytest.mark.parametrize("own_state", [True, False])
+    def test_a_prefix_ends_where_it_ends(self, own_state):
+        """Beyond the slots that are read, stock does not see its newest key: an error, not another result."""
+
+        class Prefix(idioms.IndexCopy):
+            def step(self, n, k, v, position):
+                keys, values, _ = super().step(n, k, v, position)
+                return keys[:, :, :20], values[:, :, :20], self.causal(position, torch.arange(20))
+
+        gm = _capture(Prefix(), (TEXT[:, :1], torch.tensor([0])), "export")
+        assert swa_pass.rewrite(gm, own_state=own_state, slack=SLACK).matches == 2
+        for buffer in gm.buffers():
+            buffer.zero_()
+        assert error(decode(gm, stop=20), expected()[:, :20]) < 1e-5
+        with pytest.raises(RuntimeError, match="holds 20 positions"):
+            gm(TEXT[:, :1], torch.tensor([20]))
 
     def test_past_its_end_is_an_error(self):
         gm = graph("IndexCopy", "export")

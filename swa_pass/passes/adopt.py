@@ -57,7 +57,6 @@ class _Writer:
     def __init__(self, gm: GraphModule, slack: int) -> None:
         self.gm, self.slack = gm, slack
         self.owned: dict[str, torch.Tensor] = {}
-        self._lengths: dict[Any, Node] = {}
         self._seen: Node | None = None
         self._next: Node | None = None
         self._checked: set[Any] = set()
@@ -71,14 +70,16 @@ class _Writer:
             lengths = self._rows(position, keys.new)
             if ring:
                 back = self.slack if keys.layout == "linear" else 0  # a shifted window never knew a way back
-                self._continue_at(position, keys.new, back)
+                self._continue_at(finding, position, back)
                 stores = [self._ring(use.state, finding.window + back) for use in (keys, values)]
             else:
                 stores = [keys.state, values.state]
             if keys.layout == "joined":
                 stores = [self._call(aten.contiguous.default, store) for store in stores]
-            elif not ring and finding.window:
-                self._fits(position, keys.new, keys.slots)
+            if keys.layout == "linear":
+                width = shape_of(site.key)[2]
+                if str(width) != str(keys.slots) or (finding.window and not ring):
+                    self._fits(finding, position, width)
             if keys.positions is not None and str(shape_of(keys.new)[2]) != "1":
                 self._consecutive(keys.positions, keys.new)
             ops = torch.ops.swa_pass
@@ -143,8 +144,17 @@ class _Writer:
 
     # ------------------------------------------------------------------ checks at run time
 
-    def _continue_at(self, position: Node, new: Node, back: int) -> None:
+    def _once(self, *check: Any) -> bool:
+        """Whether this check is new to the graph: layers share their positions."""
+        new = check not in self._checked
+        self._checked.add(check)
+        return new
+
+    def _continue_at(self, finding: StateFinding, position: Node, back: int) -> None:
         """Stops unless the ring holds what a query at this position needs: see the top of the file."""
+        new = finding.keys.new
+        if not self._once("continue", finding.mask.seen or finding.keys.query_offset, str(shape_of(new)[2]), back):
+            return
         if self._seen is None:
             # Two numbers, always equal: AOTInductor takes a buffer of one element for a constant, written or not.
             self.gm.register_buffer(SEEN, torch.zeros(2, dtype=torch.int64, device=example(new).device))
@@ -164,19 +174,20 @@ class _Writer:
         )
         self._call(aten._assert_async.msg, good, message)
 
-    def _fits(self, position: Node, new: Node, slots: Any) -> None:
-        """A write past the end of a linear store is an error of the stock graph too; in a ring it would be none."""
-        limit = slots if isinstance(slots, int) else None
-        if limit is None:
+    def _fits(self, finding: StateFinding, position: Node, limit: Any) -> None:
+        """A write past the end of a linear store is an error of the stock graph too, and in a ring it would be none.
+        Past the slots that the attention reads, stock would not see its newest key."""
+        new = finding.keys.new
+        if not self._once("fits", finding.keys.query_offset, str(shape_of(new)[2]), str(limit)):
             return
+        slots = limit if isinstance(limit, int) else self._call(aten.sym_size.int, finding.keys.state, 2)
         end = self._call(aten.add.Scalar, position, self._tokens(new))
         message = f"swa_pass: the store of the graph holds {limit} positions, and this call goes beyond them"
-        self._call(aten._assert_async.msg, self._call(aten.le.Scalar, end, limit), message)
+        self._call(aten._assert_async.msg, self._call(aten.le.Scalar, end, slots), message)
 
     def _consecutive(self, index: Node, new: Node) -> None:
-        if index in self._checked:
+        if not self._once("consecutive", index):
             return
-        self._checked.add(index)
         place = self._call(aten.arange.default, self._tokens(new), dtype=torch.int64, device=example(index).device)
         after_first = self._call(aten.sub.Tensor, index, self._call(aten.select.int, index, 0, 0))
         good = self._call(aten.all.default, self._call(aten.eq.Tensor, after_first, place))

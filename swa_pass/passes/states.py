@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch.fx import GraphModule, Node
 
-from ..formula import Field
+from ..formula import Field, Lin
 from ..graph import changed_in_place, example, has_side_effect, is_metadata_check, op_name, shape_of
 from ..masks import Mask, prove, unknown
 from ..patterns import ATTENTION, CACHES, AttentionSite
@@ -67,10 +67,11 @@ def find_states(gm: GraphModule, own_state: bool) -> list[StateFinding]:
                 problem = idiom.validate(site) or shape or _not_ours(keys_use, owned)
                 mask = unknown(problem) if problem else _prove(site, keys_use, memo)
             refusal = problem or mask.reason or ("" if mask.kind in ("full", "sliding") else f"the mask is {mask.kind}")
+            refusal = refusal or _no_position(keys_use, mask)
             findings.append(StateFinding(site, keys_use, values_use, mask, owned, refusal))
     inner = {finding.site.inner for finding in findings}
     findings = [finding for finding in findings if finding.site.node not in inner]
-    return [_alone(finding, findings) for finding in findings]
+    return [_alone(finding) for finding in findings]
 
 
 def _use(node: Node, reader: Node) -> tuple[StateUse, int] | None:
@@ -104,6 +105,9 @@ def _mismatch(site: AttentionSite, keys: StateUse, values: StateUse, key_groups:
         return "queries, keys and values differ in dtype"
     if not isinstance(site.scale, (int, float)):
         return f"the scale is computed in the graph ({site.scale}), not a number"
+    width = shape_of(site.key)[2]
+    if keys.layout == "linear" and not isinstance(width, int) and str(width) != str(keys.slots):
+        return f"the attention reads the first {width} slots, a number that changes from call to call"
     return ""
 
 
@@ -111,6 +115,19 @@ def _needs_no_mask(site: AttentionSite, keys: StateUse) -> bool:
     """One query that comes after all that is read sees all of it."""
     plain = site.mask is None and not site.is_causal and not site.problem and site.dropout == 0.0
     return plain and keys.layout == "joined" and str(shape_of(site.query)[2]) == "1"
+
+
+def _no_position(keys: StateUse, mask: Mask) -> str:
+    """Why the position of the first new token could not be computed, where only a formula knows it."""
+    if keys.layout == "joined" or (keys.index is not None and keys.layout == "linear"):
+        return ""
+    position = mask.seen if keys.fills else keys.query_offset
+    names = {node.name for node in keys.state.graph.nodes if node.op in ("placeholder", "get_attr")}
+    for symbol, _ in position.terms if position is not None else ():
+        element = isinstance(symbol, tuple) and symbol[0] in names
+        if not element or not all(isinstance(place, Lin) and place.is_const for place in symbol[1:]):
+            return f"the position of the new token is {position}, which is no element of an input"
+    return ""
 
 
 def _not_ours(keys: StateUse, owned: bool) -> str:
@@ -122,7 +139,7 @@ def _not_ours(keys: StateUse, owned: bool) -> str:
     return ""
 
 
-def _alone(finding: StateFinding, findings: list[StateFinding]) -> StateFinding:
+def _alone(finding: StateFinding) -> StateFinding:
     """Refuses a site whose states, after this step's write, something else reads too."""
     if finding.refusal:
         return finding
@@ -135,18 +152,14 @@ def _alone(finding: StateFinding, findings: list[StateFinding]) -> StateFinding:
         return finding
     replaced = {finding.site.node}
     for use in (finding.keys, finding.values):
-        start = {use.value, *use.writes}
-        if use.layout == "window" or finding.owned:
-            start |= {node for node in use.state.graph.nodes if same_tensor(node, use.state)}
-        else:
-            start.add(use.state)
-        reader = _reader(start, replaced | set(use.writes), use)
+        same = {node for node in use.state.graph.nodes if same_tensor(node, use.state)}
+        reader = _reader({use.value, *use.writes} | same, replaced | set(use.writes))
         if reader:
             return replace(finding, refusal=f"its keys or values are also read by {reader}")
     return finding
 
 
-def _reader(start: set[Node], allowed: set[Node], use: StateUse) -> str:
+def _reader(start: set[Node], allowed: set[Node]) -> str:
     """Name of something beyond `allowed` that depends on the nodes of `start`; empty if there is none."""
     queue: list[Node] = list(start)
     seen = set(start)
