@@ -14,8 +14,10 @@ Nothing is probed numerically and no configuration is read.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeAlias
 
 from torch.fx import Node
 
@@ -47,6 +49,10 @@ ADDITIVE_HIDDEN = -1e4
 REFUSED = ("unknown", "bidirectional", "blocks")
 
 
+#: A sentence, or what makes it once it is read: formulas can be long.
+Reason: TypeAlias = str | Callable[[], str]
+
+
 @dataclass(frozen=True)
 class Mask:
     """Verdict about a mask.
@@ -54,18 +60,26 @@ class Mask:
     kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self), ``"chunked"`` (causal
     within chunks of `window` keys), ``"bidirectional"``, ``"blocks"`` (causal, and more keys by another rule: a prefix,
     an image) or ``"unknown"``.
-    reason: for the last three, which part of the formula stands against a rewrite.
+    why: for the last three, which part of the formula stands against a rewrite (`reason`, before anybody reads it).
     seen: where slots fill one by one, how many tokens the mask says came before this step.
     """
 
     kind: str
     window: int | None = None
-    reason: str = ""
+    why: Reason = field(default="", compare=False)
     seen: Lin | None = None
 
+    @property
+    def refused(self) -> bool:
+        return self.kind in REFUSED
 
-def unknown(reason: str) -> Mask:
-    return Mask("unknown", None, reason)
+    @property
+    def reason(self) -> str:
+        return self.why if isinstance(self.why, str) else self.why()
+
+
+def unknown(why: Reason) -> Mask:
+    return Mask("unknown", None, why)
 
 
 def prove(
@@ -88,13 +102,13 @@ def prove(
         fills: the keys are a window of slots that fill from its end, and positions are counted from the first slot. The
             mask must hide the slots that hold nothing yet; `Mask.seen` is the number of tokens that it counts with.
     """
-    field = read(mask, memo)
-    if not 2 <= field.ndim <= 4:
-        return unknown(f"the mask has {field.ndim} dimensions")
+    tensor = read(mask, memo)
+    if not 2 <= tensor.ndim <= 4:
+        return unknown(f"the mask has {tensor.ndim} dimensions")
     query = Lin(0) if is_one(queries) else Lin.symbol("q")
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
-    index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-field.ndim :]
-    formula = _visible(broadcast_at(field, index))
+    index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-tensor.ndim :]
+    formula = _visible(broadcast_at(tensor, index))
     if isinstance(formula, Mask):
         return formula
     if not fills:
@@ -111,12 +125,12 @@ def prove_around(mask: Node, keys: Any, memo: dict[Node, Field] | None = None) -
 
     Key k is at position k. Arguments as in `prove`.
     """
-    field = read(mask, memo)
-    if not 2 <= field.ndim <= 4:
-        return unknown(f"the mask has {field.ndim} dimensions"), Lin(0)
+    tensor = read(mask, memo)
+    if not 2 <= tensor.ndim <= 4:
+        return unknown(f"the mask has {tensor.ndim} dimensions"), Lin(0)
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
-    index = (*map(Lin.symbol, INDEXES[:2]), Lin(0), key)[-field.ndim :]
-    formula = _visible(broadcast_at(field, index))
+    index = (*map(Lin.symbol, INDEXES[:2]), Lin(0), key)[-tensor.ndim :]
+    formula = _visible(broadcast_at(tensor, index))
     if isinstance(formula, Mask):
         return formula, Lin(0)
     for part in formula.parts if isinstance(formula, And) else (formula,):
@@ -158,7 +172,7 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
         if part is False:
             return unknown("the mask hides every key")
         if not isinstance(part, AtLeastZero):
-            return Mask("blocks" if isinstance(part, Or) else "unknown", None, _describe(part))
+            return Mask("blocks" if isinstance(part, Or) else "unknown", None, partial(_describe, part))
         with_d = part.lin - (query - key)
         against_d = part.lin + (query - key)
         if with_d.is_const:  # d + c >= 0
@@ -168,7 +182,7 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
             bound = against_d.const
             upper = bound if upper is None else min(upper, bound)
         else:
-            return unknown(f"the mask depends on more than the distance of query and key: {part}")
+            return unknown(partial("the mask depends on more than the distance of query and key: {}".format, part))
     if lower is None:
         return Mask("bidirectional", None, "the mask lets a query see later keys (it is not causal)")
     if lower != 0:
@@ -208,8 +222,10 @@ def _visible(formula: Formula) -> Any:
         if isinstance(shown, Select) and isinstance(hidden, float) and hidden <= ADDITIVE_HIDDEN:
             inner = _visible(shown)
             return inner if isinstance(inner, Mask) else conjunction(_visible(formula.condition), inner)
-        return unknown(f"the additive mask holds values other than 0 and a large negative number: {formula}")
-    return unknown(f"the mask is neither boolean nor additive: {formula}")
+        return unknown(
+            partial("the additive mask holds values other than 0 and a large negative number: {}".format, formula)
+        )
+    return unknown(partial("the mask is neither boolean nor additive: {}".format, formula))
 
 
 def _always(part: Formula) -> bool:

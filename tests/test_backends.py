@@ -42,8 +42,9 @@ def run(model, steps=2 * W + 3):
         return torch.cat([model(TEXT[:, t : t + 1], torch.tensor([t])) for t in range(steps)], dim=1)
 
 
-@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor", Recorder()], ids=str)
+@pytest.mark.parametrize("inner", ["eager", "aot_eager", "inductor", "a callable"])
 def test_any_inner_compiler(inner):
+    inner = Recorder() if inner == "a callable" else inner
     ours, stock = idioms.IndexCopy(), idioms.IndexCopy()
     compiled = torch.compile(ours, backend=swa_pass.backend(inner))
     assert error(run(compiled), run(stock)) < 1e-5
@@ -186,7 +187,25 @@ def test_a_rewritten_graph_survives_other_passes(idiom):
 
 @pytest.mark.parametrize("idiom", ["IndexCopy", "Gather"])
 def test_a_rewritten_graph_compiles(idiom):
+    """Checks come before writes there, too: a call at a wrong position changes nothing."""
     gm = graph(idiom, "export")
     swa_pass.rewrite(gm, slack=SLACK)
+    compiled = torch.compile(gm, backend="inductor")
     with torch.no_grad():
-        assert error(decode(torch.compile(gm, backend="inductor")), expected()) < 1e-5
+        first = decode(compiled, stop=20)
+        with pytest.raises(RuntimeError, match="positions must go on"):
+            compiled(TEXT[:, :1], torch.tensor([30]))
+        assert error(torch.cat([first, decode(compiled, 20)], dim=1), expected()) < 1e-5
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("idiom", ["IndexCopy", "Roll"])
+def test_a_rewritten_program_in_aotinductor(idiom, tmp_path):
+    with torch.no_grad():
+        program = torch.export.export(getattr(idioms, idiom)(), (TEXT[:, :1], torch.tensor([0])))
+        result = swa_pass.rewrite(program, slack=SLACK)
+        package = torch._inductor.aoti_compile_and_package(result.graph, package_path=str(tmp_path / "rings.pt2"))
+        runner = torch._inductor.aoti_load_package(package)
+        assert error(decode(runner), expected()) < 1e-5
+        with pytest.raises(RuntimeError, match="positions must go on"):
+            runner(TEXT[:, :1], torch.tensor([50]))

@@ -54,17 +54,17 @@ class Rewrite:
     @property
     def matches(self) -> int:
         """Attention sites that were rewritten."""
-        return len([f for f in self.findings if f.layer in self.fused]) + len([f for f in self.states if not f.refusal])
+        return len([f for f in self.findings if f.layer in self.fused]) + len([f for f in self.states if not f.refused])
 
     @property
     def refusals(self) -> list[str]:
         """One sentence for every attention on a cache that was left as it is."""
-        kept = [f"layer {f.layer}: {f.refusal}" for f in self.findings if f.refusal]
-        return kept + [str(f) for f in self.states if f.refusal]
+        kept = [f"layer {f.layer}: {f.refusal}" for f in self.findings if f.refused]
+        return kept + [str(f) for f in self.states if f.refused]
 
     @property
     def changed(self) -> bool:
-        return bool(self.fused or self.linears or any(not f.refusal for f in self.states))
+        return bool(self.fused or self.linears or any(not f.refused for f in self.states))
 
 
 def rewrite_graph(

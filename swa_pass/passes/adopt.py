@@ -37,7 +37,7 @@ ALL = 1 << 30
 
 def adopt_states(gm: GraphModule, findings: list[StateFinding], slack: int) -> dict[str, torch.Tensor]:
     """Rewrites the findings without a refusal. Returns the states that the graph now owns, by name."""
-    chosen = [finding for finding in findings if not finding.refusal]
+    chosen = [finding for finding in findings if not finding.refused]
     writer = _Writer(gm, slack)
     for finding in chosen:
         writer.rewrite(finding)

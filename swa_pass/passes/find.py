@@ -11,23 +11,21 @@ from ..graph import example, has_side_effect, integer, op_name, shape_of
 from ..masks import Mask, prove, unknown
 from ..patterns import ATTENTION, AttentionSite, kv_view
 from ..patterns.kv_view import KVView
+from .verdict import Verdict
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One attention site. `refusal` is empty when it is known what `mask` is."""
+class Finding(Verdict):
+    """One attention site on a cache layer of ours."""
 
     layer: int
-    site: AttentionSite
     keys: KVView
     values: KVView
-    mask: Mask
-    refusal: str
 
     @property
     def fusable(self) -> bool:
         """Whether the fused attention computes the same: no mask, only a window (or none)."""
-        return not self.refusal and self.mask.kind in ("full", "sliding")
+        return not self.refused and self.mask.kind in ("full", "sliding")
 
     @property
     def heads(self) -> int:
@@ -48,8 +46,9 @@ def find_sites(gm: GraphModule) -> list[Finding]:
                 continue  # not an attention on our cache (a vision tower, cross attention)
             problem = idiom.validate(site) or _mismatch(site, keys, values)
             mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
-            refusal = problem or mask.reason or _wrong_window(mask, keys)
-            findings.append(Finding(keys.layer, site, keys, values, mask, refusal))
+            if not mask.refused:
+                problem = problem or _wrong_window(mask, keys)
+            findings.append(Finding(site, mask, problem, keys.layer, keys, values))
     inner = {f.site.inner for f in findings}
     return _without_other_readers([f for f in findings if f.site.node not in inner])
 
@@ -60,8 +59,8 @@ def _without_other_readers(findings: list[Finding]) -> list[Finding]:
     checked = []
     for finding in findings:
         reader = _reader_past(sites, finding.keys.node) or _reader_past(sites, finding.values.node)
-        if reader and not finding.refusal:
-            finding = replace(finding, refusal=f"its keys or values are also read by {reader}")
+        if reader and not finding.refused:
+            finding = replace(finding, problem=f"its keys or values are also read by {reader}")
         checked.append(finding)
     return checked
 

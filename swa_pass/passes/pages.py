@@ -21,20 +21,18 @@ from ..patterns import ATTENTION, AttentionSite, paged_store
 from ..patterns.kv_view import ungrouped
 from ..patterns.paged_store import PagedRead
 from .adopt import ALL, Caller
+from .verdict import Verdict
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class PageFinding:
+class PageFinding(Verdict):
     """One attention on gathered pages. `position`: the query's, per row, in terms of the graph's inputs."""
 
-    site: AttentionSite
     keys: PagedRead
     values: PagedRead
-    mask: Mask
     position: Lin
-    refusal: str
 
     @property
     def name(self) -> str:
@@ -59,8 +57,9 @@ def find_pages(gm: GraphModule) -> list[PageFinding]:
                 continue
             problem = idiom.validate(site) or _mismatch(site, keys, values, shape_of(key)[1], key_groups, value_groups)
             mask, position = (unknown(problem), Lin(0)) if problem else _prove(site, memo)
-            refusal = problem or mask.reason or ("" if mask.kind in ("full", "sliding") else f"the mask is {mask.kind}")
-            findings.append(PageFinding(site, keys, values, mask, position, refusal))
+            if not problem and mask.kind == "chunked":
+                problem = "the mask is chunked"
+            findings.append(PageFinding(site, mask, problem, keys, values, position))
     inner = {finding.site.inner for finding in findings}
     return [finding for finding in findings if finding.site.node not in inner]
 
@@ -100,14 +99,14 @@ def _prove(site: AttentionSite, memo: dict[Node, Field]) -> tuple[Mask, Lin]:
     mask, position = prove_around(site.mask, shape_of(site.key)[2], memo)
     for symbol, _ in position.terms:
         per_row = isinstance(symbol, tuple) and len(symbol) == 2 and symbol[1] in (Lin(0), Lin.symbol(INDEXES[0]))
-        if not per_row and not mask.reason:
+        if not per_row and not mask.refused:
             return unknown(f"the query's position is {position}, which is no element of an input"), position
     return mask, position
 
 
 def read_pages(gm: GraphModule, findings: list[PageFinding]) -> None:
     """Rewrites the findings without a refusal."""
-    chosen = [finding for finding in findings if not finding.refusal]
+    chosen = [finding for finding in findings if not finding.refused]
     call = Caller(gm)
     for finding in chosen:
         site, keys, values = finding.site, finding.keys, finding.values

@@ -13,22 +13,19 @@ from ..patterns import ATTENTION, CACHES, AttentionSite
 from ..patterns.kv_view import ungrouped
 from ..patterns.positions import assume
 from ..patterns.state import StateUse, same_tensor
+from .verdict import Verdict
 
 
 @dataclass(frozen=True)
-class StateFinding:
+class StateFinding(Verdict):
     """One attention on keys and values that are kept in states of the graph.
 
     owned: nobody but this graph can see the states, so their layout may change.
-    refusal: why the site is left alone (empty: it is rewritten).
     """
 
-    site: AttentionSite
     keys: StateUse
     values: StateUse
-    mask: Mask
     owned: bool
-    refusal: str
 
     @property
     def window(self) -> int:
@@ -66,9 +63,9 @@ def find_states(gm: GraphModule, own_state: bool) -> list[StateFinding]:
             else:
                 problem = idiom.validate(site) or shape or _not_ours(keys_use, owned)
                 mask = unknown(problem) if problem else _prove(site, keys_use, memo)
-            refusal = problem or mask.reason or ("" if mask.kind in ("full", "sliding") else f"the mask is {mask.kind}")
-            refusal = refusal or _no_position(keys_use, mask)
-            findings.append(StateFinding(site, keys_use, values_use, mask, owned, refusal))
+            if not problem and not mask.refused:
+                problem = f"the mask is {mask.kind}" if mask.kind == "chunked" else _no_position(keys_use, mask)
+            findings.append(StateFinding(site, mask, problem, keys_use, values_use, owned))
     inner = {finding.site.inner for finding in findings}
     findings = [finding for finding in findings if finding.site.node not in inner]
     return [_alone(finding) for finding in findings]
@@ -141,13 +138,13 @@ def _not_ours(keys: StateUse, owned: bool) -> str:
 
 def _alone(finding: StateFinding) -> StateFinding:
     """Refuses a site whose states, after this step's write, something else reads too."""
-    if finding.refusal:
+    if finding.refused:
         return finding
     for use in (finding.keys, finding.values):
         read_late = (finding.site.query, use.new, *((use.state,) if use.layout == "joined" else ()))
         changed = next((node for node in read_late if changed_in_place(node)), None)
         if changed is not None:
-            return replace(finding, refusal=f"{changed.name} is changed in place")
+            return replace(finding, problem=f"{changed.name} is changed in place")
     if finding.keys.layout == "joined":
         return finding
     replaced = {finding.site.node}
@@ -155,7 +152,7 @@ def _alone(finding: StateFinding) -> StateFinding:
         same = {node for node in use.state.graph.nodes if same_tensor(node, use.state)}
         reader = _reader({use.value, *use.writes} | same, replaced | set(use.writes))
         if reader:
-            return replace(finding, refusal=f"its keys or values are also read by {reader}")
+            return replace(finding, problem=f"its keys or values are also read by {reader}")
     return finding
 
 
