@@ -85,4 +85,4 @@ def lines(result: Rewrite) -> list[str]:
     for use in result.states:
         found.append(f"{'left alone' if use.refusal else 'rewritten'}: {use} ({use.site.node.name})")
     before, after = len(result.ops_before), len(result.ops_after)
-    return [*found, f"{result.matches} rewritten, {len(result.refusals)} left alone; {before} -> {after} nodes"]
+    return [*found, f"{result.matches} rewritten, {result.left_alone} left alone; {before} -> {after} nodes"]

@@ -57,6 +57,11 @@ class Rewrite:
         return len([f for f in self.findings if f.layer in self.fused]) + len([f for f in self.states if not f.refused])
 
     @property
+    def left_alone(self) -> int:
+        """Attention sites that were refused; `refusals` puts their sentences together."""
+        return sum(f.refused for f in (*self.findings, *self.states))
+
+    @property
     def refusals(self) -> list[str]:
         """One sentence for every attention on a cache that was left as it is."""
         kept = [f"layer {f.layer}: {f.refusal}" for f in self.findings if f.refused]

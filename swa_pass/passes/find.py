@@ -9,9 +9,9 @@ from torch.fx import GraphModule, Node
 from ..formula import Field
 from ..graph import example, has_side_effect, integer, op_name, shape_of
 from ..masks import Mask, prove, unknown
-from ..patterns import ATTENTION, AttentionSite, kv_view
+from ..patterns import AttentionSite, kv_view
 from ..patterns.kv_view import KVView
-from .verdict import Verdict
+from .verdict import Verdict, attentions, outermost
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,16 @@ def find_sites(gm: GraphModule) -> list[Finding]:
     memo: dict[Node, Field] = {}  # one mask per layer type: read once, not once per layer
     verdicts: dict[tuple[object, ...], Mask] = {}
     findings = []
-    for node in gm.graph.nodes:
-        for idiom in ATTENTION:
-            site = idiom.match(node)
-            if site is None:
-                continue
-            keys, values = kv_view.find(site.key), kv_view.find(site.value)
-            if keys is None or values is None:
-                continue  # not an attention on our cache (a vision tower, cross attention)
-            problem = idiom.validate(site) or _mismatch(site, keys, values)
-            mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
-            if not mask.refused:
-                problem = problem or _wrong_window(mask, keys)
-            findings.append(Finding(site, mask, problem, keys.layer, keys, values))
-    inner = {f.site.inner for f in findings}
-    return _without_other_readers([f for f in findings if f.site.node not in inner])
+    for idiom, site in attentions(gm):
+        keys, values = kv_view.find(site.key), kv_view.find(site.value)
+        if keys is None or values is None:
+            continue  # not an attention on our cache (a vision tower, cross attention)
+        problem = idiom.validate(site) or _mismatch(site, keys, values)
+        mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
+        if not mask.refused:
+            problem = problem or _wrong_window(mask, keys)
+        findings.append(Finding(site, mask, problem, keys.layer, keys, values))
+    return _without_other_readers(outermost(findings))
 
 
 def _without_other_readers(findings: list[Finding]) -> list[Finding]:

@@ -17,11 +17,11 @@ from torch.fx import GraphModule, Node
 from ..formula import INDEXES, Field, Lin
 from ..graph import changed_in_place, erase_all_unused, example, first_writer, op_name, shape_of, take_place
 from ..masks import Mask, prove_around, unknown
-from ..patterns import ATTENTION, AttentionSite, paged_store
+from ..patterns import AttentionSite, paged_store
 from ..patterns.kv_view import ungrouped
 from ..patterns.paged_store import PagedRead
 from .adopt import ALL, Caller
-from .verdict import Verdict
+from .verdict import Verdict, attentions, operands_problem, outermost
 
 aten = torch.ops.aten
 
@@ -46,38 +46,28 @@ class PageFinding(Verdict):
 def find_pages(gm: GraphModule) -> list[PageFinding]:
     memo: dict[Node, Field] = {}
     findings = []
-    for node in gm.graph.nodes:
-        for idiom in ATTENTION:
-            site = idiom.match(node)
-            if site is None:
-                continue
-            (key, key_groups), (value, value_groups) = ungrouped(site.key), ungrouped(site.value)
-            keys, values = paged_store.match(key), paged_store.match(value)
-            if keys is None or values is None:
-                continue
-            problem = idiom.validate(site) or _mismatch(site, keys, values, shape_of(key)[1], key_groups, value_groups)
-            mask, position = (unknown(problem), Lin(0)) if problem else _prove(site, memo)
-            if not problem and mask.kind == "chunked":
-                problem = "the mask is chunked"
-            findings.append(PageFinding(site, mask, problem, keys, values, position))
-    inner = {finding.site.inner for finding in findings}
-    return [finding for finding in findings if finding.site.node not in inner]
+    for idiom, site in attentions(gm):
+        (key, key_groups), (value, value_groups) = ungrouped(site.key), ungrouped(site.value)
+        keys, values = paged_store.match(key), paged_store.match(value)
+        if keys is None or values is None:
+            continue
+        groups = key_groups, value_groups
+        problem = idiom.validate(site) or _mismatch(site, keys, values, shape_of(key)[1], groups)
+        mask, position = (unknown(problem), Lin(0)) if problem else _prove(site, memo)
+        if not problem and mask.kind == "chunked":
+            problem = "the mask is chunked"
+        findings.append(PageFinding(site, mask, problem, keys, values, position))
+    return outermost(findings)
 
 
-def _mismatch(
-    site: AttentionSite, keys: PagedRead, values: PagedRead, kv_heads: Any, key_groups: int, value_groups: int
-) -> str:
+def _mismatch(site: AttentionSite, keys: PagedRead, values: PagedRead, kv_heads: Any, groups: tuple[int, int]) -> str:
     if keys.table is not values.table or keys.axes != values.axes or keys.block != values.block:
         return "keys and values are gathered from different blocks"
     if str(shape_of(site.query)[2]) != "1":
         return f"{shape_of(site.query)[2]} queries a row: pages are read in place for one"
-    heads = shape_of(site.query)[1]
-    if key_groups != value_groups or (not site.grouped and key_groups * kv_heads != heads) or heads % kv_heads:
-        return f"{heads} query heads do not match {kv_heads} kv heads repeated {key_groups} times"
-    if len({example(x).dtype for x in (site.query, keys.pages, values.pages)}) > 1:
-        return "queries, keys and values differ in dtype"
-    if not isinstance(site.scale, (int, float)):
-        return f"the scale is computed in the graph ({site.scale}), not a number"
+    problem = operands_problem(site, kv_heads, groups, (keys.pages, values.pages))
+    if problem:
+        return problem
     changed = next((n for n in (site.query, keys.table) if changed_in_place(n)), None)
     if changed is not None:
         return f"{changed.name} is changed in place"

@@ -7,13 +7,13 @@ from dataclasses import dataclass, replace
 from torch.fx import GraphModule, Node
 
 from ..formula import Field, Lin
-from ..graph import changed_in_place, example, has_side_effect, is_metadata_check, op_name, shape_of
+from ..graph import changed_in_place, has_side_effect, is_metadata_check, op_name, shape_of
 from ..masks import Mask, prove, unknown
-from ..patterns import ATTENTION, CACHES, AttentionSite
+from ..patterns import CACHES, AttentionSite
 from ..patterns.kv_view import ungrouped
 from ..patterns.positions import assume
 from ..patterns.state import StateUse, same_tensor
-from .verdict import Verdict
+from .verdict import Verdict, attentions, operands_problem, outermost
 
 
 @dataclass(frozen=True)
@@ -46,29 +46,22 @@ class StateFinding(Verdict):
 def find_states(gm: GraphModule, own_state: bool) -> list[StateFinding]:
     memo: dict[Node, Field] = {}
     findings = []
-    for node in gm.graph.nodes:
-        for idiom in ATTENTION:
-            site = idiom.match(node)
-            if site is None:
-                continue
-            found = [_use(source, node) for source in (site.key, site.value)]
-            keys, values = found
-            if keys is None or values is None:
-                continue
-            (keys_use, key_groups), (values_use, value_groups) = keys, values
-            owned = own_state and all(use.state.op == "get_attr" for use in (keys_use, values_use))
-            shape = _mismatch(site, keys_use, values_use, key_groups, value_groups)
-            if _needs_no_mask(site, keys_use):
-                problem, mask = shape, Mask("full")
-            else:
-                problem = idiom.validate(site) or shape or _not_ours(keys_use, owned)
-                mask = unknown(problem) if problem else _prove(site, keys_use, memo)
-            if not problem and not mask.refused:
-                problem = f"the mask is {mask.kind}" if mask.kind == "chunked" else _no_position(keys_use, mask)
-            findings.append(StateFinding(site, mask, problem, keys_use, values_use, owned))
-    inner = {finding.site.inner for finding in findings}
-    findings = [finding for finding in findings if finding.site.node not in inner]
-    return [_alone(finding) for finding in findings]
+    for idiom, site in attentions(gm):
+        keys, values = (_use(source, site.node) for source in (site.key, site.value))
+        if keys is None or values is None:
+            continue
+        (keys_use, key_groups), (values_use, value_groups) = keys, values
+        owned = own_state and all(use.state.op == "get_attr" for use in (keys_use, values_use))
+        shape = _mismatch(site, keys_use, values_use, (key_groups, value_groups))
+        if _needs_no_mask(site, keys_use):
+            problem, mask = shape, Mask("full")
+        else:
+            problem = idiom.validate(site) or shape or _not_ours(keys_use, owned)
+            mask = unknown(problem) if problem else _prove(site, keys_use, memo)
+        if not problem and not mask.refused:
+            problem = f"the mask is {mask.kind}" if mask.kind == "chunked" else _no_position(keys_use, mask)
+        findings.append(StateFinding(site, mask, problem, keys_use, values_use, owned))
+    return [_alone(finding) for finding in outermost(findings)]
 
 
 def _use(node: Node, reader: Node) -> tuple[StateUse, int] | None:
@@ -90,18 +83,14 @@ def _prove(site: AttentionSite, keys: StateUse, memo: dict[Node, Field]) -> Mask
     return prove(site.mask, keys.query_offset, keys.key_offset, queries, width, memo, fills=keys.fills)
 
 
-def _mismatch(site: AttentionSite, keys: StateUse, values: StateUse, key_groups: int, value_groups: int) -> str:
+def _mismatch(site: AttentionSite, keys: StateUse, values: StateUse, groups: tuple[int, int]) -> str:
     if (keys.idiom, keys.query_offset, keys.key_offset) != (values.idiom, values.query_offset, values.key_offset):
         return f"keys are kept as {keys.idiom} and values as {values.idiom}, or at other positions"
     if same_tensor(keys.state, values.state):
         return "keys and values are kept in one tensor"
-    heads, kv_heads = shape_of(site.query)[1], shape_of(keys.new)[1]
-    if key_groups != value_groups or (not site.grouped and key_groups * kv_heads != heads) or heads % kv_heads:
-        return f"{heads} query heads do not match {kv_heads} kv heads repeated {key_groups} times"
-    if len({example(x).dtype for x in (site.query, keys.new, values.new)}) > 1:
-        return "queries, keys and values differ in dtype"
-    if not isinstance(site.scale, (int, float)):
-        return f"the scale is computed in the graph ({site.scale}), not a number"
+    problem = operands_problem(site, shape_of(keys.new)[1], groups, (keys.new, values.new))
+    if problem:
+        return problem
     width = shape_of(site.key)[2]
     if keys.layout == "linear" and not isinstance(width, int) and str(width) != str(keys.slots):
         return f"the attention reads the first {width} slots, a number that changes from call to call"

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from ..formula import Lin
 from ..graph import argument, integer, op_name, shape_of
-from .state import StateUse, from_start, is_state, is_tokens, same_tensor, stored_at_end, uses_of
+from .state import StateUse, from_start, is_state, is_tokens, same_tensor, stored_at_end, takes_tokens, uses_of
 
 
 def match(read: Node, reader: Node) -> StateUse | None:
@@ -78,6 +78,6 @@ def _written_by(user: Node, state: Node) -> list[Found]:
 
 
 def _is_slice_of_tokens(key: Any) -> bool:
-    if not isinstance(key, tuple) or len(key) < 3 or any(part != slice(None) for part in key[:2] + key[3:]):
+    if not takes_tokens(key) or not isinstance(key[2], slice):
         return False
-    return isinstance(key[2], slice) and key[2].step in (None, 1) and key[2].start is not None
+    return key[2].step in (None, 1) and key[2].start is not None

@@ -14,7 +14,7 @@ attention's mask can be proven like any other.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from torch.fx import Graph, Node
 
@@ -132,9 +132,14 @@ def along_tokens(node: Node) -> tuple[Any, Any] | None:
         return (node.args[2], node.args[3]) if dim in (2, -2) else None
     else:
         return None
-    if not isinstance(index, tuple) or len(index) < 3 or any(part != slice(None) for part in index[:2] + index[3:]):
-        return None
-    return index[2], value
+    return (index[2], value) if takes_tokens(index) else None
+
+
+def takes_tokens(index: Any) -> TypeGuard[tuple[Any, ...]]:
+    """Whether an indexing selects in dimension 2 and takes all of the others."""
+    if not isinstance(index, tuple) or len(index) < 3:
+        return False
+    return all(part == slice(None) for part in index[:2] + index[3:])
 
 
 def is_tokens(node: Any, state: Node) -> bool:
@@ -189,9 +194,7 @@ def sliced_tokens(node: Any) -> tuple[Node, Lin] | None:
             return None
     else:
         keys = node.args[1]
-        if not isinstance(keys, tuple) or len(keys) < 3 or any(key != slice(None) for key in keys[:2] + keys[3:]):
-            return None
-        if not isinstance(keys[2], slice) or keys[2].step not in (None, 1):
+        if not takes_tokens(keys) or not isinstance(keys[2], slice) or keys[2].step not in (None, 1):
             return None
         start, end = keys[2].start, keys[2].stop
     first = Lin(0) if start is None else integer(start)
