@@ -14,6 +14,9 @@ from .graph import example
 from .log import logger
 from .passes import rewrite_graph
 
+#: Files of the package that decide what is rewritten, and into what.
+_SOURCES = ("*.py", "passes/*.py", "patterns/*.py", "reader/*.py", "ops/schema.py")
+
 
 def inner_compiler(backend: Any) -> Callable[..., Any]:
     """The compiler behind our pass: a callable, or the name of a registered Dynamo backend."""
@@ -28,8 +31,8 @@ def compile_after(inner: Any, gm: GraphModule, inputs: list[Any]) -> Callable[..
         logger.info("swa_pass: a graph that needs gradients is left alone")
     else:
         result = rewrite_graph(gm)
-        if result.matches or result.refusals:
-            logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, len(result.refusals))
+        if result.matches or result.left_alone:
+            logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, result.left_alone)
     return inner_compiler(inner)(gm, inputs)
 
 
@@ -57,10 +60,5 @@ class InductorPass(CustomGraphPass):
     def uuid(self) -> bytes:
         """A hash of the source of everything that decides what is rewritten: equal in every process."""
         here = Path(__file__).parent
-        sources = [
-            *here.glob("*.py"),
-            *here.glob("passes/*.py"),
-            *here.glob("patterns/*.py"),
-            here / "ops" / "schema.py",
-        ]
+        sources = [path for pattern in _SOURCES for path in here.glob(pattern)]
         return get_hash_for_files(tuple(sorted(map(str, sources))))

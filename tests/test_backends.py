@@ -141,6 +141,21 @@ def test_its_uuid_is_the_same_in_every_process():
     assert other.stdout.strip() == swa_pass.InductorPass().uuid().hex()
 
 
+def test_its_uuid_covers_what_decides(monkeypatch):
+    hashed = []
+    monkeypatch.setattr(swa_pass.backends, "get_hash_for_files", lambda files: hashed.extend(files) or b"")
+    swa_pass.InductorPass().uuid()
+    for part in (
+        "masks.py",
+        "formula.py",
+        "reader/core.py",
+        "reader/shapes.py",
+        "patterns/state.py",
+        "passes/adopt.py",
+    ):
+        assert any(file.endswith(f"swa_pass/{part}") for file in hashed), part
+
+
 def after_inductor(model):
     """The graph that Inductor generates code from."""
     graphs = []
