@@ -161,6 +161,12 @@ _VIEWS = {
 }
 
 
+def is_view_of_memory(node: Node) -> bool:
+    """Whether `node` reads nothing: its result is its first argument's memory in another shape."""
+    may_copy = {"contiguous", "reshape", "to", "flatten"}
+    return op_name(node) in (_VIEWS | {"unflatten"}) - may_copy
+
+
 def changed_in_place(node: Node) -> Node | None:
     """The first operation that writes into the memory of `node`, if anything that uses the node comes after it.
 
@@ -179,6 +185,11 @@ def first_writer(node: Node) -> Node | None:
     """The first operation that writes into the memory of `node`; None if there is none."""
     writers = _users_of_memory(node)[0]
     return next((other for other in node.graph.nodes if other in writers), None) if writers else None
+
+
+def writers_of(node: Node) -> list[Node]:
+    """All operations that write into the memory of `node`, also through views of it."""
+    return _users_of_memory(node)[0]
 
 
 def is_written(node: Node) -> bool:
@@ -201,6 +212,52 @@ def _users_of_memory(node: Node) -> tuple[list[Node], list[Node]]:
             if op_name(user) in _VIEWS and user.args and user.args[0] is alias and user not in shared:
                 shared.append(user)
     return writers, readers
+
+
+def first_write(read: Node, start: Node, end: Node) -> Node | None:
+    """The first operation from `start` on, and before `end`, that may write to the memory that `read` reads from.
+
+    Tensors from outside of the graph may share memory (an engine's keys and values are often views of one pool), unless
+    they had different storages when the graph was captured.
+    """
+    order = list(end.graph.nodes)
+    sources = [_root(source) for source in read.all_input_nodes]
+    for node in order[order.index(start) : order.index(end)]:
+        targets = [_root(target) for target in node.all_input_nodes if _writes_to(node, target)]
+        if any(_may_share(target, source) for target in targets for source in sources):
+            return node
+    return None
+
+
+def _may_share(a: Node, b: Node) -> bool:
+    if a is b:
+        return True
+    if _is_made_here(a) or _is_made_here(b):
+        return False
+    first, second = example(a), example(b)
+    if not isinstance(first, torch.Tensor) or not isinstance(second, torch.Tensor):
+        return True
+    return first.untyped_storage()._cdata == second.untyped_storage()._cdata
+
+
+def _is_made_here(root: Node) -> bool:
+    """Whether memory was made in the graph, so that nobody else has it."""
+    return root.op in ("call_function", "call_method")
+
+
+def is_after(node: Node, other: Node) -> bool:
+    """Whether `node` comes later in its graph than `other`."""
+    order = list(node.graph.nodes)
+    return order.index(node) > order.index(other)
+
+
+def _root(node: Node) -> Node:
+    """The node whose memory this one is a view of."""
+    while node.op != "placeholder" and node.args and isinstance(node.args[0], Node):
+        if op_name(node) not in _VIEWS and not has_side_effect(node):
+            break
+        node = node.args[0]
+    return node
 
 
 #: Operators that write to their first operand, although they are used for their value.
@@ -248,3 +305,37 @@ def erase_unused(gm: GraphModule, candidates: list[Node]) -> int:
         erased += 1
         queue.extend(inputs)
     return erased
+
+
+def erase_unread(gm: GraphModule) -> int:
+    """Erases what nobody uses, writes to tensors that the graph itself made and of which nothing is read afterwards,
+    and tracing's assertions about metadata, which would keep both. Returns how many nodes went."""
+    checks = [node for node in gm.graph.nodes if is_metadata_check(node)]
+    for check in checks:
+        gm.graph.erase_node(check)
+    erased = len(checks) + erase_all_unused(gm)
+    for node in reversed(list(gm.graph.nodes)):
+        if node._erased or node.users or not _writes_only_inside(node) or _read_later(_root(node), node):
+            continue
+        inputs = list(node.all_input_nodes)
+        gm.graph.erase_node(node)
+        erased += 1 + erase_unused(gm, inputs)
+    return erased
+
+
+def _writes_only_inside(node: Node) -> bool:
+    targets = [target for target in node.all_input_nodes if _writes_to(node, target)]
+    return bool(targets) and all(target is node.args[0] for target in targets) and _is_made_here(_root(node))
+
+
+def _read_later(memory: Node, node: Node) -> bool:
+    """Whether anything after `node` uses `memory`, also through views of it and results of writes to it."""
+    shared = [memory]
+    for alias in shared:  # grows while it is walked
+        for user in alias.users:
+            if user is not node and is_after(user, node):
+                return True
+            same = op_name(user) in _VIEWS or _writes_to(user, alias)
+            if same and user.args and user.args[0] is alias and user not in shared:
+                shared.append(user)
+    return False

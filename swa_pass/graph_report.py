@@ -14,12 +14,24 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 
 from .diary import lines
-from .passes import Finding, PageFinding, Rewrite, StateFinding, find_pages, find_sites, find_states, rewrite_graph
+from .graph import op_name
+from .passes import (
+    Finding,
+    OtherFinding,
+    Rewrite,
+    StateFinding,
+    find_blocks,
+    find_pages,
+    find_sites,
+    find_states,
+    find_tokens,
+    rewrite_graph,
+)
 from .patterns import StateUse
-from .patterns.paged_store import PagedRead
+from .patterns.kv_view import KVView
 from .picture import Sketch, draw, sketch
 
-AnyFinding: TypeAlias = Finding | StateFinding | PageFinding
+AnyFinding: TypeAlias = Finding | OtherFinding
 
 
 @dataclass(frozen=True)
@@ -73,7 +85,8 @@ def _svg(site: Site) -> str:
 def explain_graph(graph: GraphModule | ExportedProgram, own_state: bool = True) -> GraphReport:
     """A report about a graph, which is left as it is. Arguments as in `rewrite`."""
     gm: Any = graph.module() if isinstance(graph, ExportedProgram) else copy.deepcopy(graph)
-    found: list[Any] = [*find_sites(gm), *find_states(gm, own_state), *find_pages(gm)]
+    found: list[Any] = [*find_sites(gm), *find_states(gm, own_state)]
+    found += [*find_pages(gm), *find_tokens(gm), *find_blocks(gm)]
     before = {finding.site.node.name: _before(finding) for finding in found}
     result = rewrite_graph(gm, own_state=own_state)
     fused = {node.meta["swa_pass_replaced"]: node for node in gm.graph.nodes if "swa_pass_replaced" in node.meta}
@@ -94,7 +107,7 @@ def _summary(result: Rewrite) -> list[str]:
 def _name(finding: AnyFinding) -> str:
     if isinstance(finding, Finding):
         return f"layer {finding.layer}"
-    return f"{finding.name} ({finding.keys.idiom if isinstance(finding, StateFinding) else 'paged_store'})"
+    return f"{finding.name} ({finding.keys.idiom})"
 
 
 def _mask_says(finding: AnyFinding) -> str:
@@ -107,16 +120,18 @@ def _mask_says(finding: AnyFinding) -> str:
 def _before(finding: AnyFinding) -> Sketch:
     tokens, states = {finding.site.query}, set()
     for read in (finding.keys, finding.values):
-        if isinstance(read, PagedRead):
+        if isinstance(read, (StateUse, KVView)):
+            states.add(read.state if isinstance(read, StateUse) else read.store)
+            tokens.add(read.new)
+        else:
             states.add(read.pages)
-            continue
-        states.add(read.state if isinstance(read, StateUse) else read.store)
-        tokens.add(read.new)
     return sketch(finding.site.node, tokens, states, finding.site.mask, _mask_says(finding))
 
 
 def _after(node: Node | None) -> Sketch | None:
     if node is None:
         return None
-    query, k_new, v_new, k_store, v_store = node.args[:5]
-    return sketch(node, {query, k_new, v_new}, {k_store, v_store}, None, "")  # type: ignore[arg-type]
+    given: Any = [argument for argument in node.args[:5] if isinstance(argument, Node)]
+    listed = op_name(node) in ("swa_pass::attend_tokens", "swa_pass::attend_blocks")
+    tokens, stores = ({given[0]}, {*given[1:3]}) if listed else ({*given[:3]}, {*given[3:]})
+    return sketch(node, tokens, stores, None, "")

@@ -59,8 +59,8 @@ class Mask:
 
     kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self), ``"chunked"`` (causal
     within chunks of `window` keys), ``"bidirectional"``, ``"blocks"`` (causal, and more keys by another rule: a prefix,
-    an image) or ``"unknown"``.
-    why: for the last three, which part of the formula stands against a rewrite (`reason`, before anybody reads it).
+    an image), ``"unknown"``, or ``"given"`` (`GIVEN`: it stays, so nothing was proven).
+    why: for those that are `refused`, which part of the formula stands against a rewrite (`reason`, before it is read).
     seen: where slots fill one by one, how many tokens the mask says came before this step.
     """
 
@@ -76,6 +76,10 @@ class Mask:
     @property
     def reason(self) -> str:
         return self.why if isinstance(self.why, str) else self.why()
+
+
+#: A mask that a pass leaves as it is, whatever it shows.
+GIVEN = Mask("given")
 
 
 def unknown(why: Reason) -> Mask:

@@ -257,3 +257,92 @@ class PagedTokens(Paged):
 
     def gathered(self, pages):
         return pages[self.table].transpose(1, 2)
+
+
+class Packed(Paged):
+    """transformers' continuous batching: all texts in one row, told apart by the mask; an index of slots to read.
+
+    `forward(ids (1, N), position (N,), read (S,), write (N,), mask (1, 1, N, S))`, all made by the host (see `serve`).
+    """
+
+    slots, mark = 96, 95
+
+    def shape(self):
+        return self.slots, KV_HEADS, HEAD_DIM
+
+    def forward(self, ids, position, read, write, mask):  # type: ignore[override]
+        self.read, self.write, self.mask = read, write, mask
+        return Decoder.forward(self, ids, position)
+
+    def heads(self, n, x, position):
+        return Decoder.heads(self, n, x, position)
+
+    def step(self, n, k, v, position):
+        out = []
+        for store, new in zip(self.stores(n), (k, v)):
+            tokens = new[0].transpose(0, 1)
+            out.append(self.gathered(store, tokens).transpose(0, 1)[None])
+        return *out, self.mask
+
+    def gathered(self, store, new):
+        store.index_copy_(0, self.write, new)
+        return store.index_select(0, self.read)
+
+
+class PackedMarked(Packed):
+    """The same for a sliding layer: read before it is written, so the new tokens come in through marked places."""
+
+    def gathered(self, store, new):
+        tokens = store.index_select(0, self.read)
+        tokens.masked_scatter_((self.read == self.mark)[:, None, None], new)
+        store.index_copy_(0, self.write, new)
+        return tokens
+
+
+class FlatBlocks(Paged):
+    """Paged decode on Gaudi: one flat list of blocks for all rows, softmax block by block, merged by row.
+
+    `forward(ids (B, 1), position (B,), blocks (N,), groups (N,), bias (N, size), slot (B,))`, made by the host.
+    """
+
+    size, blocks = 4, 24
+    slots = size * blocks
+
+    def shape(self):
+        return self.slots, KV_HEADS, HEAD_DIM
+
+    def forward(self, ids, position, blocks, groups, bias, slot):  # type: ignore[override]
+        self.list, self.groups, self.bias, self.slot = blocks, groups, bias, slot
+        self.mapping = (groups[:, None] == torch.arange(ids.shape[0])).to(bias.dtype)
+        return Decoder.forward(self, ids, position)
+
+    def layer(self, n, x, position):
+        q, k, v = self.heads(n, x, position)
+        for store, new in zip(self.stores(n), (k, v)):
+            store.index_copy_(0, self.slot, new[:, :, 0])
+        return x + self.merge(n, self.flat(q[:, :, 0] * 0.4, *self.stores(n))[:, :, None])
+
+    def flat(self, q, k_store, v_store):
+        rows, count = q.shape[0], self.list.shape[0]
+        to_blocks, to_rows = self.mapping, self.mapping.t()
+        q = (to_blocks @ q.reshape(rows, -1)).view(count, KV_HEADS, -1, HEAD_DIM)
+        k, v = (
+            store.unflatten(0, (-1, self.size)).index_select(0, self.list).transpose(1, 2)
+            for store in (k_store, v_store)
+        )
+        scores = torch.matmul(q, k.transpose(-2, -1))
+        scores.add_(self.bias[:, None, None])
+        top = scores.amax(-1, keepdim=True)
+        weights = self.weights(torch.exp(scores - top))
+        out = torch.matmul(weights, v)
+        total, top = weights.sum(-1, keepdim=True).squeeze(-1), top.squeeze(-1)
+        best = torch.full((rows + 1, *top.shape[1:]), -math.inf)
+        best = best.index_reduce_(0, self.groups, top, "amax").index_select(0, self.groups)
+        fix = torch.exp(top - best)
+        moved = (total * fix).reshape(count, -1)
+        sums = torch.maximum(to_blocks @ (to_rows @ moved), moved).view(top.shape)
+        out = out * (fix / sums)[..., None]
+        return (to_rows @ out.reshape(count, -1)).view(rows, HEADS, HEAD_DIM)
+
+    def weights(self, weights):
+        return weights

@@ -117,3 +117,41 @@ def test_a_compiled_model_with_transformers_caches(family):
             steps = [compiled(ids[:, :5], past_key_values=cache).logits]
             steps += [compiled(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5, ids.shape[1])]
         assert error(torch.cat(steps, dim=1), want) < TOLERANCE
+
+
+def test_continuous_batching(monkeypatch):
+    """transformers' own loop, on a sliding and a full layer: its gathers go, and the answers stay.
+
+    transformers keeps the update of its paged cache out of every compiled graph; here it is let in.
+    """
+    cache = pytest.importorskip("transformers.generation.continuous_batching.cache").PagedAttentionCache
+    model = tiny("qwen3", tie_word_embeddings=False, layer_types=[SLIDING, FULL])
+    model.set_attn_implementation("sdpa")
+    texts = [token_ids(14, 1)[0].tolist(), token_ids(6, 1)[0].tolist(), token_ids(25, 1)[0].tolist()]
+    config = GenerationConfig(max_new_tokens=2 * W, do_sample=False, eos_token_id=-1)
+
+    def answers():
+        out = model.generate_batch(inputs=texts, generation_config=config)
+        return [out[name].generated_tokens for name in sorted(out)]
+
+    want = answers()
+    plain = getattr(cache.update, "_torchdynamo_orig_callable", None) or inspect.unwrap(cache.update)
+    monkeypatch.setattr(cache, "update", plain)
+    results = []
+
+    def look(gm, _):
+        results.append(swa_pass.rewrite(gm))
+        return gm
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend=look))
+    assert answers() == want
+    assert all(result.refusals == [] for result in results)
+    decode = next(result for result in results if result.matches == 2)
+    gathers = ("index_select", "masked_scatter_", "scaled_dot_product_attention")
+    assert [decode.ops_before.count(name) for name in gathers] == [4, 2, 2]
+    assert [decode.ops_after.count(name) for name in gathers] == [0, 0, 0]
+    assert decode.ops_after.count("swa_pass::attend_tokens") == 2
+    assert decode.ops_after.count("index_copy_") == decode.ops_before.count("index_copy_") == 4
+    stock = [model.generate(torch.tensor([text]), generation_config=config, use_cache=False)[0] for text in texts]
+    assert [row[len(text) :].tolist() for row, text in zip(stock, texts)] == want

@@ -12,7 +12,7 @@ KV), N new tokens, C slots, D / Dv key and value head_dim:
 
 The query at position p sees the keys in [max(start, p - window + 1), p]. `attend` reads the store as it was before
 the step, `append` writes, `attend_append` does both. A query that sees nothing (a pad) returns zeros.
-`reference.py` is the exact meaning.
+`reference.py` is the exact meaning. (`attend_tokens` and `attend_blocks`, on what an engine gathers: gathered.py.)
 
 Importing this module registers the operators and compiles nothing. `ensure_kernels()` compiles the C++ kernels once
 (cached for later processes); it is called by the first operator that runs on CPU tensors. The first operator on CUDA
@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import build, fakes, linear, reference, schema, torch_ops, triton_ops
+from . import build, fakes, gathered, linear, reference, schema, torch_ops, triton_ops
 from .build import ensure_kernels, kernel_status
 
 __all__ = ["append", "attend", "attend_append", "ensure_kernels", "kernel_status", "reference", "torch_ops", "view"]
@@ -51,6 +51,7 @@ def _register() -> None:
         schema.library.impl("_" + name, plain, "CompositeExplicitAutograd")
     fakes.register()
     linear.register()
+    gathered.register()
 
 
 _register()

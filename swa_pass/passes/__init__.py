@@ -5,6 +5,8 @@
     states    the same for graphs that keep keys in tensors of their own: what idiom, what mask  (passes/states.py)
     adopt     proven states -> rings where the graph owns them, attention in place elsewhere     (passes/adopt.py)
     pages     attention on gathered pages -> the blocks of the window                           (passes/pages.py)
+    tokens    attention on listed tokens, with the mask as it is given -> without the gather  (passes/tokens.py)
+    blocks    softmax over a flat list of blocks, in steps -> one operator              (passes/blocks.py)
     lower     linears with half-precision CPU weights -> a kernel for a few rows        (passes/decode_linear.py)
 
 `find` and `fuse` are for graphs captured with a HybridCache, `states` and `adopt` for every other graph, and `lower` is
@@ -14,7 +16,7 @@ for graphs that will run as they are (an applied model's); a graph that is only 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 from torch.fx import GraphModule
@@ -23,11 +25,16 @@ from ..diary import Diary
 from ..graph import op_name
 from ..patterns.kv_view import is_view
 from .adopt import adopt_states
+from .blocks import BlockFinding, find_blocks, read_blocks
 from .decode_linear import use_decode_linear
 from .find import Finding, find_sites
 from .fuse import fuse_sites
 from .pages import PageFinding, find_pages, read_pages
 from .states import StateFinding, find_states
+from .tokens import TokenFinding, find_tokens, read_tokens
+
+#: Attention on keys that are in no HybridCache.
+OtherFinding: TypeAlias = StateFinding | PageFinding | TokenFinding | BlockFinding
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class Rewrite:
     findings: tuple[Finding, ...]
     fused: tuple[int, ...]
     views_left: tuple[int, ...]
-    states: tuple[StateFinding | PageFinding, ...]
+    states: tuple[OtherFinding, ...]
     owned: dict[str, Tensor]
     linears: int
     ops_before: tuple[str, ...]
@@ -88,22 +95,32 @@ def rewrite_graph(
     owned = adopt_states(gm, kept, slack)
     pages = find_pages(gm) if states else []
     read_pages(gm, pages)
+    tokens = find_tokens(gm) if states else []
+    read_tokens(gm, tokens)
+    blocks = find_blocks(gm) if states else []
+    read_blocks(gm, blocks)
     linears = use_decode_linear(gm) if lower else 0
     left: list[Any] = sorted({node.args[4] for node in gm.graph.nodes if is_view(node)})
     after = tuple(op_name(node) for node in gm.graph.nodes)
-    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), (*kept, *pages), owned, linears, before, after)
+    others: tuple[OtherFinding, ...] = (*kept, *pages, *tokens, *blocks)
+    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), others, owned, linears, before, after)
     diary.finish(result)
     return result
 
 
 __all__ = [
+    "BlockFinding",
     "Finding",
+    "OtherFinding",
     "PageFinding",
     "Rewrite",
     "StateFinding",
+    "TokenFinding",
+    "find_blocks",
     "find_pages",
     "find_sites",
     "find_states",
+    "find_tokens",
     "fuse_sites",
     "rewrite_graph",
     "use_decode_linear",

@@ -11,6 +11,7 @@ from types import ModuleType
 
 from . import (
     eager,
+    flat_blocks,
     gathered_window,
     joined_tokens,
     linear_store,
@@ -19,6 +20,7 @@ from . import (
     sdpa,
     shifted_window,
     sliced_store,
+    token_list,
 )
 from .site import AttentionSite
 from .state import StateUse
@@ -26,4 +28,4 @@ from .state import StateUse
 ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks)
 CACHES: tuple[ModuleType, ...] = (linear_store, sliced_store, shifted_window, gathered_window, joined_tokens)
 
-__all__ = ["ATTENTION", "CACHES", "AttentionSite", "StateUse", "paged_store"]
+__all__ = ["ATTENTION", "CACHES", "AttentionSite", "StateUse", "flat_blocks", "paged_store", "token_list"]

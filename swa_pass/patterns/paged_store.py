@@ -11,11 +11,12 @@ Place k of what is read is position k. The engine's writes stay as they are, whe
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.fx import Node
 
 from ..graph import argument, op_name, shape_of
+from .reorder import before_order
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ class PagedRead:
     axes: where in `pages` its (blocks, kv_heads, tokens of a block, head_dim) are; None for tokens without blocks.
     """
 
+    idiom: ClassVar[str] = "paged_store"
     pages: Node
     table: Node
     gather: Node
@@ -45,7 +47,7 @@ def match(read: Node) -> PagedRead | None:
 
 def _heads_moved_last(read: Node) -> PagedRead | None:
     """reshape, then transpose(1, 2): blocks (.., size, kv_heads, head_dim), or single tokens."""
-    flat = _before_order(read, [0, 2, 1, 3])
+    flat = before_order(read, [0, 2, 1, 3])
     if flat is None:
         return None
     found = _gathered(flat)
@@ -66,7 +68,7 @@ def _heads_moved_first(read: Node) -> PagedRead | None:
     while op_name(moved) in ("clone", "contiguous"):
         moved = moved.args[0]
     for order, heads, size in (([0, 3, 1, 2, 4], 3, 2), ([0, 2, 1, 3, 4], 2, 3)):
-        source = _before_order(moved, order)
+        source = before_order(moved, order)
         if source is not None:
             found = _blocks(source, read, heads, size)
             if found is not None:
@@ -105,23 +107,4 @@ def _gathered(node: Node) -> tuple[Node, Node] | None:
             rows = isinstance(table, Node) and len(shape_of(table)) == 2
             if rows and [str(n) for n in shape_of(node)[:2]] == [str(n) for n in shape_of(table)]:
                 return pages, table  # type: ignore[return-value]
-    return None
-
-
-def _before_order(node: Node, order: list[int]) -> Node | None:
-    """x, if `node` is x with its dimensions in this order."""
-    name = op_name(node)
-    if name in ("clone", "contiguous") and isinstance(node.args[0], Node):
-        return _before_order(node.args[0], order)
-    if not node.args or not isinstance(node.args[0], Node):
-        return None
-    count = len(shape_of(node))
-    if name == "permute":
-        dims: Any = node.args[1] if isinstance(node.args[1], (list, tuple)) else node.args[1:]
-        return node.args[0] if [d % count for d in dims] == order else None
-    if name == "transpose" and len(order) == count:
-        a, b = (int(d) % count for d in node.args[1:3])  # type: ignore[arg-type]
-        swapped = list(range(count))
-        swapped[a], swapped[b] = swapped[b], swapped[a]
-        return node.args[0] if swapped == order else None
     return None
