@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -161,10 +161,14 @@ _VIEWS = {
 }
 
 
-def is_view_of_memory(node: Node) -> bool:
-    """Whether `node` reads nothing: its result is its first argument's memory in another shape."""
-    may_copy = {"contiguous", "reshape", "to", "flatten"}
-    return op_name(node) in (_VIEWS | {"unflatten"}) - may_copy
+def may_come_earlier(node: Node) -> bool:
+    """Whether `node` is the same at any place after its inputs: a view reads nothing, and a copy reads what the graph
+    made and nobody changes."""
+    name = op_name(node)
+    if name not in _VIEWS | {"unflatten", "clone"}:
+        return False
+    may_copy = name in ("contiguous", "reshape", "to", "flatten", "clone")
+    return not may_copy or (_is_made_here(_root(node)) and not writers_of(node.all_input_nodes[0]))
 
 
 def changed_in_place(node: Node) -> Node | None:
@@ -214,14 +218,14 @@ def _users_of_memory(node: Node) -> tuple[list[Node], list[Node]]:
     return writers, readers
 
 
-def first_write(read: Node, start: Node, end: Node) -> Node | None:
-    """The first operation from `start` on, and before `end`, that may write to the memory that `read` reads from.
+def first_write(memory: Sequence[Node], start: Node, end: Node) -> Node | None:
+    """The first operation from `start` on, and before `end`, that may write to memory of one of these nodes.
 
     Tensors from outside of the graph may share memory (an engine's keys and values are often views of one pool), unless
     they had different storages when the graph was captured.
     """
     order = list(end.graph.nodes)
-    sources = [_root(source) for source in read.all_input_nodes]
+    sources = [_root(source) for source in memory]
     for node in order[order.index(start) : order.index(end)]:
         targets = [_root(target) for target in node.all_input_nodes if _writes_to(node, target)]
         if any(_may_share(target, source) for target in targets for source in sources):

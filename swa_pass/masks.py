@@ -120,6 +120,9 @@ def prove(
     first, formula = _first_slot(formula, key)
     if first is None:
         return unknown("the mask shows slots that hold no token yet")
+    if is_one(queries) and isinstance(keys, int) and query_offset == key_offset + Lin(keys - 1):
+        # the query is the newest key, so no key comes after it, whether the mask says so or not
+        formula = conjunction(formula, AtLeastZero(query_offset - key_offset - key))
     return replace(decide(formula, query_offset + query, key_offset + key), seen=query_offset - first)
 
 

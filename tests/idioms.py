@@ -152,6 +152,13 @@ class Shift(Decoder):
         return *result, self.causal(position, position - (W - 1) + torch.arange(W))
 
 
+class ShiftOpen(Shift):
+    """Its mask says only which slots hold a token: all of them come before the query anyway."""
+
+    def causal(self, position, key):
+        return (key >= 0)[None, :].expand(len(position), -1)[None, None]
+
+
 class Gather(Decoder):
     """A window that is gathered by an index tensor once it is full: transformers 4.5x' SlidingWindowLayer."""
 

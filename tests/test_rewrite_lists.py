@@ -189,6 +189,19 @@ class TestRefusals:
 
         self.unchanged(Late(), "writes to the store before")
 
+    def test_a_query_that_changes_later(self):
+        class Doubled(idioms.PackedMarked):
+            def heads(self, n, x, position):
+                self.query, k, v = super().heads(n, x, position)
+                return self.query.view(self.query.shape), k, v
+
+            def step(self, n, k, v, position):
+                out = super().step(n, k, v, position)
+                self.query.mul_(2.0)
+                return out
+
+        self.unchanged(Doubled(), "changes what the attention needs")
+
     def test_other_places_for_values(self):
         class Other(idioms.Packed):
             def gathered(self, store, new):

@@ -6,6 +6,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from helpers import TOLERANCE, W, full_logits, tiny, token_ids, with_window
 from helpers import F as FULL
 from helpers import S as SLIDING
@@ -127,11 +128,14 @@ def test_continuous_batching(monkeypatch):
     cache = pytest.importorskip("transformers.generation.continuous_batching.cache").PagedAttentionCache
     model = tiny("qwen3", tie_word_embeddings=False, layer_types=[SLIDING, FULL])
     model.set_attn_implementation("sdpa")
-    texts = [token_ids(14, 1)[0].tolist(), token_ids(6, 1)[0].tolist(), token_ids(25, 1)[0].tolist()]
+    texts = [token_ids(length, 1)[0].tolist() for length in (14, 6, 25)]
     config = GenerationConfig(max_new_tokens=2 * W, do_sample=False, eos_token_id=-1)
+    fields = inspect.signature(transformers.ContinuousBatchingConfig).parameters
+    page = "page_size" if "page_size" in fields else "block_size"
+    sizes = transformers.ContinuousBatchingConfig(num_blocks=32, max_batch_tokens=64, **{page: 16})
 
     def answers():
-        out = model.generate_batch(inputs=texts, generation_config=config)
+        out = model.generate_batch(inputs=texts, generation_config=config, continuous_batching_config=sizes)
         return [out[name].generated_tokens for name in sorted(out)]
 
     want = answers()
@@ -146,7 +150,7 @@ def test_continuous_batching(monkeypatch):
     torch._dynamo.reset()
     monkeypatch.setattr(model, "forward", torch.compile(model.forward, backend=look))
     assert answers() == want
-    assert all(result.refusals == [] for result in results)
+    assert [result.refusals for result in results] == [[]] * len(results)
     decode = next(result for result in results if result.matches == 2)
     gathers = ("index_select", "masked_scatter_", "scaled_dot_product_attention")
     assert [decode.ops_before.count(name) for name in gathers] == [4, 2, 2]
