@@ -100,7 +100,8 @@ SANITIZE := -O1 -g1 -fsanitize=address,undefined -fno-sanitize-recover=undefined
 sanitize: $(VENV)/.ready
 	LD_PRELOAD="$$($${CXX:-g++} -print-file-name=libasan.so) $$($${CXX:-g++} -print-file-name=libstdc++.so)" \
 	ASAN_OPTIONS=detect_leaks=0 SWA_PASS_CXXFLAGS="$(SANITIZE)" SWA_PASS_CACHE_DIR=build/sanitize \
-	$(BIN)/python -m pytest tests/test_ops_meaning.py tests/test_ops_quant.py tests/test_ops_errors.py tests/test_linear.py \
+	$(BIN)/python -m pytest tests/test_ops_meaning.py tests/test_ops_quant.py tests/test_ops_errors.py tests/test_ops_listed.py \
+		tests/test_linear.py \
 		-k "not torch and not device and not triton" -x
 
 families: $(VENV)/.ready

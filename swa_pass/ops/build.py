@@ -126,8 +126,10 @@ def _load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise BuildError(f"{path} cannot be loaded ({error}); delete it to compile it anew") from error
-    library.swa_pass_register.restype = library.swa_pass_register_linear.restype = ctypes.c_char_p
-    failed = library.swa_pass_register() or library.swa_pass_register_linear()
+    failed = None
+    for register in (library.swa_pass_register, library.swa_pass_register_linear, library.swa_pass_register_listed):
+        register.restype = ctypes.c_char_p
+        failed = failed or register()
     if failed:
         raise BuildError(f"torch refused {path} ({failed.decode(errors='replace').splitlines()[0]}); delete it")
     library.swa_pass_variant.restype = ctypes.c_char_p
@@ -214,10 +216,11 @@ def _more_flags() -> str:
 
 def _compile(compiler: list[str], work: Path) -> Path:
     jobs, more = {}, shlex.split(_more_flags())
-    for source in ("binding", "linear_binding"):
+    for source in ("binding", "linear_binding", "listed_binding"):
         jobs[f"{source}.o"] = [*compiler, "-fPIC", *_flags(), f"-I{work}", "-c", str(SOURCES / f"{source}.cpp")]
     for source, list_file, variants in (
         ("attend", "variants.inc", _variants()),
+        ("listed", "variants.inc", _variants()),
         ("linear", "linear_variants.inc", _linear_variants()),
     ):
         (work / list_file).write_text("".join(f"SWA_VARIANT({name})\n" for name in variants), encoding="utf-8")
