@@ -1,9 +1,9 @@
 """Stock flash attention without graph breaks.
 
 The plugin tells Dynamo to skip its module `hpu`, where the context manager `sdp_kernel` lives. Stock code of Gemma,
-Gemma 2, Gemma 3, Mistral and Starcoder 2 enters it around every FusedSDPA, so each layer becomes three graphs: the write
-of a token in one, its attention in the next, and no pass ever sees both. All that the context manager says is whether
-to recompute, which FusedSDPA also takes as an argument.
+Gemma 2, Gemma 3, Mistral and Starcoder 2 enters it around every FusedSDPA, so each layer becomes three graphs: the
+write of a token in one, its attention in the next, and no pass ever sees both. All that the context manager says is
+whether to recompute, which FusedSDPA also takes as an argument.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ import torch
 class _Said:
     """What the context manager around the current call says; None outside of one."""
 
-    recompute: bool | None = None
+    def __init__(self) -> None:
+        self.recompute: bool | None = None
 
 
 _said = _Said()
@@ -28,7 +29,7 @@ _undo: list[tuple[Any, str, Any]] = []
 
 
 class ExplicitFusedSDPA:
-    """The plugin's FusedSDPA with `recompute_mode` as the context manager around the call says, if the call does not."""
+    """The plugin's FusedSDPA; `recompute_mode` is what the context manager around the call says, unless it is given."""
 
     def __init__(self, fused: Any) -> None:
         self.fused = fused
@@ -58,8 +59,8 @@ def sdp_kernel(enable_recompute: bool = True) -> Iterator[None]:
 
 
 def make_traceable() -> Callable[[], None]:
-    """Makes ``use_flash_attention`` of the stock models compile without graph breaks, in this process. Call it after the
-    models were imported and before they are called. Returns a function that takes it back.
+    """Makes ``use_flash_attention`` of the stock models compile without graph breaks, in this process. Call it after
+    the models were imported and before they are called. Returns a function that takes it back.
 
     Raises:
         ImportError: no plugin.

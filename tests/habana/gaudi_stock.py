@@ -1,4 +1,4 @@
-"""Stock Gaudi models behind torch.compile: what has to be put right before they run at all, and a compiler that counts."""
+"""Stock Gaudi models behind torch.compile: what has to be put right before they run, and a compiler that counts."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ import swa_pass
 
 
 class Inner:
-    """What hpu_backend is before its own passes: AOTAutograd that keeps mutations of inputs. Keeps Dynamo's graphs, as it
-    gets them, and AOTAutograd's."""
+    """What hpu_backend is before its own passes: AOTAutograd that keeps mutations of inputs. Keeps the graphs that it
+    gets, and those that come out of AOTAutograd."""
 
     def __init__(self) -> None:
         self.graphs: list[Any] = []
