@@ -12,6 +12,7 @@ from torch.fx import GraphModule, Node
 from ..formula import Lin
 from ..graph import example, shape_of
 from ..masks import implied
+from ..patterns import token_store
 from .adopt import Caller
 from .loans import between, last_tokens, sites, without_group
 
@@ -24,7 +25,7 @@ def narrow_prompts(gm: GraphModule) -> int:
     narrowed: dict[Node, Node] = {}
     count = 0
     for site, problem in list(sites(gm)):
-        plain = without_group(site.mask) if not problem else None
+        plain = without_group(site.mask) if not problem and token_store.keeps(site.key) else None
         if plain is None or plain.op == "placeholder" or len(shape_of(plain)) != 4:
             continue
         queries, keys = shape_of(plain)[2:]

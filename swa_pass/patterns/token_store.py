@@ -17,7 +17,7 @@ from .state import StateUse, along_tokens, from_start, is_state, is_tokens, writ
 
 
 def match(read: Node, reader: Node) -> StateUse | None:
-    value = from_start(_ungrouped(read))
+    value = from_start(ungrouped(read))
     state = value.args[0] if op_name(value) == "index_copy_" else value
     if not isinstance(state, Node) or state.op != "placeholder" or not is_state(state):
         return None
@@ -37,7 +37,15 @@ def match(read: Node, reader: Node) -> StateUse | None:
     return StateUse("token_store", state, new, value, (writes[0],), index, position, Lin(0), "linear")
 
 
-def _ungrouped(node: Node) -> Node:
+def keeps(node: Node) -> bool:
+    """Whether a prompt's keys (or values), as its attention reads them, also go into the first slots of a store:
+    ``store[:, :, :n].copy_(keys)``."""
+    source = ungrouped(node)
+    copies = [user for user in source.users if op_name(user) == "copy_" and user.args[1] is source]
+    return any(isinstance(copy.args[0], Node) and from_start(copy.args[0]).op == "placeholder" for copy in copies)
+
+
+def ungrouped(node: Node) -> Node:
     """(B, kv_heads, S, D) behind (B, kv_heads, 1, S, D)."""
     node = before(node, ("contiguous", "alias"), lambda a, b: a.shape == b.shape)
     if op_name(node) not in ("reshape", "unsqueeze") or len(shape_of(node)) != 5 or not isinstance(node.args[0], Node):
