@@ -11,8 +11,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.fx import Graph, GraphModule
 
 from .graph import example
+from .lending import Rings
 from .log import logger
 from .passes import rewrite_graph
+from .passes.lend import lend_rings
 
 #: Files of the package that decide what is rewritten, and into what.
 _SOURCES = ("*.py", "passes/*.py", "patterns/*.py", "reader/*.py", "ops/schema.py")
@@ -25,15 +27,39 @@ def inner_compiler(backend: Any) -> Callable[..., Any]:
     return torch._dynamo.lookup_backend(backend)
 
 
-def compile_after(inner: Any, gm: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """The passes on one Dynamo graph, then the compiler `inner`. Graphs that need gradients go through as they are."""
+def compile_after(
+    inner: Any, gm: GraphModule, inputs: list[Any], rings: Rings | None = None, hf: bool = False, **options: Any
+) -> Callable[..., Any]:
+    """The passes on one Dynamo graph, then the compiler `inner`. Graphs that need gradients go through as they are.
+
+    rings: for decode steps whose stores belong to the caller; None leaves those alone.  hf: see `passes.lend`.
+    options: what the caller of torch.compile gives to the compiler.
+    """
+    compiler = inner_compiler(inner)
     if needs_gradients(gm):
         logger.info("swa_pass: a graph that needs gradients is left alone")
-    else:
+        return compiler(gm, inputs, **options)
+    if not _for_gaudi(inner, gm):  # our operators mean nothing to hpu_backend
         result = rewrite_graph(gm)
         if result.matches or result.left_alone:
             logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, result.left_alone)
-    return inner_compiler(inner)(gm, inputs)
+    if rings is None or torch.is_inference_mode_enabled():
+        return compiler(gm, inputs, **options)
+    lent = lend_rings(gm, hf)
+    refusals = [str(loan) for loan in lent.loans if loan.refused]
+    taken = len([loan for loan in lent.loans if not loan.refused and loan.window])
+    rings.matches += taken
+    rings.refusals += refusals
+    if taken or lent.narrowed:
+        logger.info("swa_pass: %d attentions read rings, %d prompts see one key fewer", taken, lent.narrowed)
+    for refusal in refusals[:1]:
+        logger.warning("swa_pass: %d attentions on stores are left alone; %s", len(refusals), refusal)
+    return lent.around(compiler(lent.gm, [*lent.examples, *inputs], **options), rings)
+
+
+def _for_gaudi(inner: Any, gm: GraphModule) -> bool:
+    values = (example(node) for node in gm.graph.find_nodes(op="placeholder"))
+    return inner == "hpu_backend" or any(isinstance(v, torch.Tensor) and v.device.type == "hpu" for v in values)
 
 
 def needs_gradients(gm: GraphModule) -> bool:

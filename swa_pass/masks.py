@@ -36,6 +36,7 @@ from .formula import (
     conjunction,
     is_nonnegative,
     is_one,
+    negation,
     quotient,
 )
 from .reader import read
@@ -146,6 +147,37 @@ def prove_around(mask: Node, keys: Any, memo: dict[Node, Field] | None = None) -
             if not position.is_const:
                 return decide(formula, position, key), position
     return unknown("the mask has no last key, so the query's position is not known"), Lin(0)
+
+
+def implied(mask: Node, memo: dict[Node, Field] | None = None) -> list[Lin]:
+    """Forms over the indices ``"q"`` and ``"k"`` that are at least zero wherever the mask shows a key.
+
+    The mask may hide more than these say (padding), or add finite numbers to what it shows: where one of the forms is
+    negative, the key is hidden. Empty if nothing of the kind is known. An axis of size 1 has only the index 0.
+    """
+    tensor = read(mask, memo)
+    if not 2 <= tensor.ndim <= 4:
+        return []
+    names = (Lin(0) if is_one(size) else Lin.symbol(name) for name, size in zip(INDEXES[-tensor.ndim :], tensor.shape))
+    return [part.lin for part in _implied(tensor.at(tuple(names)))]
+
+
+def _implied(formula: Formula) -> list[AtLeastZero]:
+    """Atoms that hold wherever a key with this value of the mask is shown."""
+    if isinstance(formula, AtLeastZero):
+        return [formula]
+    if isinstance(formula, And):
+        return [atom for part in formula.parts for atom in _implied(part)]
+    if isinstance(formula, Select):
+        if _hides(formula.b):
+            return _implied(formula.condition) + _implied(formula.a)
+        if _hides(formula.a):
+            return _implied(negation(formula.condition)) + _implied(formula.b)
+    return []
+
+
+def _hides(value: Formula) -> bool:
+    return isinstance(value, float) and value <= ADDITIVE_HIDDEN
 
 
 def _first_slot(formula: Formula, key: Lin) -> tuple[Lin | None, Formula]:

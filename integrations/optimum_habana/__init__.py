@@ -8,5 +8,6 @@ what never ran on hardware.
 """
 
 from .apply import apply, explain, revert, runtime_of
+from .tracing import make_traceable
 
-__all__ = ["apply", "explain", "revert", "runtime_of"]
+__all__ = ["apply", "explain", "make_traceable", "revert", "runtime_of"]

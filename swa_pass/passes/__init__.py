@@ -11,6 +11,9 @@
 
 `find` and `fuse` are for graphs captured with a HybridCache, `states` and `adopt` for every other graph, and `lower` is
 for graphs that will run as they are (an applied model's); a graph that is only looked at, or saved, does without.
+
+A Dynamo backend has one more, which needs something that outlives the graph: `loans` finds decode steps on stores that
+are the caller's, and `lend` puts rings in their place (with `narrow` for their prompts, if asked).
 """
 
 from __future__ import annotations

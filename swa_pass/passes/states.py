@@ -139,13 +139,13 @@ def _alone(finding: StateFinding) -> StateFinding:
     replaced = {finding.site.node}
     for use in (finding.keys, finding.values):
         same = {node for node in use.state.graph.nodes if same_tensor(node, use.state)}
-        reader = _reader({use.value, *use.writes} | same, replaced | set(use.writes))
+        reader = reader_beyond({use.value, *use.writes} | same, replaced | set(use.writes))
         if reader:
             return replace(finding, problem=f"its keys or values are also read by {reader}")
     return finding
 
 
-def _reader(start: set[Node], allowed: set[Node]) -> str:
+def reader_beyond(start: set[Node], allowed: set[Node]) -> str:
     """Name of something beyond `allowed` that depends on the nodes of `start`; empty if there is none."""
     queue: list[Node] = list(start)
     seen = set(start)

@@ -36,6 +36,11 @@ class _Stop(Exception):
 
 
 def match(node: Node) -> AttentionSite | None:
+    return read(node) if len(shape_of(node)) == 4 else None
+
+
+def read(node: Node) -> AttentionSite | None:
+    """`match`, also with grouped heads in a dimension of their own: see `grouped_eager`."""
     product = factors(node)
     if product is None:
         return None

@@ -16,12 +16,17 @@ MATMUL = {"matmul", "__matmul__"}
 
 
 def factors(node: Any) -> tuple[Any, Any] | None:
-    """The two factors of a product of 4-dimensional stacks that `node` is the result of; None if it is none."""
-    if not isinstance(node, Node) or len(shape_of(node)) != 4:
+    """The two factors of a product of 4-dimensional stacks that `node` is the result of; None if it is none.
+
+    With ``matmul`` also of five dimensions, (B, kv_heads, group, m, n): grouped heads.
+    """
+    if not isinstance(node, Node) or len(shape_of(node)) not in (4, 5):
         return None
     name = op_name(node)
     if name in MATMUL:
         return node.args[0], node.args[1]
+    if len(shape_of(node)) != 4:
+        return None
     if name != "reshape" or not isinstance(node.args[0], Node) or op_name(node.args[0]) != "bmm":
         return None
     lead = [str(size) for size in shape_of(node)[:2]]

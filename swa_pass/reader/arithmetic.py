@@ -242,7 +242,11 @@ def _where(node: Node, memo: dict[Node, Field]) -> Field:
 def _masked_fill(node: Node, memo: dict[Node, Field]) -> Field:
     fields = [read(argument(node, i, n, None), memo) for i, n in enumerate(("input", "mask", "value"))]
 
+    floating = example(node).is_floating_point()
+
     def fill(kept: Formula, condition: Formula, value: Formula) -> Formula:
+        if floating and isinstance(value, Lin) and value.is_const:
+            value = float(value.const)  # mask.masked_fill_(condition, 0)
         if isinstance(condition, bool):
             return value if condition else kept
         return Select(negation(_as_bool(condition, node)), kept, value)

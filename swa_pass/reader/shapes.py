@@ -8,7 +8,18 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..formula import AtLeastZero, Field, Formula, Lin, Opaque, elementwise, is_nonnegative, is_one, truth
+from ..formula import (
+    AtLeastZero,
+    Field,
+    Formula,
+    Lin,
+    Opaque,
+    Select,
+    elementwise,
+    is_nonnegative,
+    is_one,
+    truth,
+)
 from ..graph import argument, example, integer, op_name, shape_of
 from .core import leaf, literal, read, reads
 
@@ -47,6 +58,40 @@ def _counted(condition: Formula) -> Formula:
 @reads("expand", "expand_as", "broadcast_to")
 def _expand(node: Node, memo: dict[Node, Field]) -> Field:
     return elementwise(shape_of(node), lambda a: a, read(node.args[0], memo))
+
+
+@reads("cat")
+def _cat(node: Node, memo: dict[Node, Field]) -> Field:
+    """One part after the other; where all but the last have sizes that are known."""
+    fake = example(node)
+    tensors: Any = argument(node, 0, "tensors", ())
+    dim = argument(node, 1, "dim", 0) % fake.dim()
+    sizes: list[Any] = [shape_of(tensor)[dim] if len(shape_of(tensor)) == fake.dim() else None for tensor in tensors]
+    if not sizes or not all(isinstance(size, int) for size in sizes[:-1]) or sizes[-1] is None:
+        return leaf(node, fake)
+    parts = [read(tensor, memo) for tensor in tensors]
+
+    def part_at(n: int, index: tuple[Lin, ...]) -> Formula:
+        place = Lin(0) if is_one(sizes[n]) else index[dim] - Lin(sum(sizes[:n]))
+        return parts[n].at((*index[:dim], place, *index[dim + 1 :]))
+
+    def at(index: tuple[Lin, ...]) -> Formula:
+        value = part_at(len(parts) - 1, index)
+        for n in range(len(parts) - 2, -1, -1):
+            last = Lin(sum(sizes[: n + 1]) - 1)
+            value = _first_or_second(last - index[dim], part_at(n, index), value)
+        return value
+
+    return Field(tuple(fake.shape), at)
+
+
+def _first_or_second(room: Lin, first: Formula, second: Formula) -> Formula:
+    """`first` where `room` is at least zero; the parts of a ``cat`` in order."""
+    if type(first) is type(second) and first == second:
+        return first
+    if room.is_const:
+        return first if room.const >= 0 else second
+    return Select(AtLeastZero(room), first, second)
 
 
 @reads("unsqueeze")
