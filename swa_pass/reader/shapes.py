@@ -131,7 +131,10 @@ def _index(node: Node, memo: dict[Node, Field]) -> Field:
 
 def _gather(node: Node, source: Field, places: list[Field]) -> Field:
     """``source[i, j, ...]`` with integer tensors: the element at the places' values, where those cannot be negative
-    (a negative index would count from the end)."""
+    (a negative index would count from the end), or where all elements are equal."""
+    same = source.at(tuple(Lin.symbol(("any", n)) for n in range(source.ndim)))
+    if isinstance(same, bool) or (isinstance(same, Lin) and same.is_const):
+        return Field(shape_of(node), lambda index: same)
 
     def pick(*values: Formula) -> Formula:
         own = []
