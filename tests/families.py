@@ -19,12 +19,13 @@ import json
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from family_drivers import driven
 from torch import Tensor
 
 import swa_pass
@@ -62,8 +63,10 @@ def build(entry: dict[str, Any], window_change: int = 0) -> Any:
     owner = importlib.import_module("transformers." + ".".join(path)) if path else transformers
     arguments = _with(copy.deepcopy(entry["config"]), window_change)
     config = getattr(transformers, entry["config_class"])(**arguments)
+    if "attn" in entry:
+        config._attn_implementation = entry["attn"]
     torch.manual_seed(0)
-    return getattr(owner, name)(config).eval()
+    return driven(getattr(owner, name)(config).eval(), entry)
 
 
 def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
@@ -71,7 +74,9 @@ def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
     for name, value in arguments.items():
         if isinstance(value, dict) and name.endswith(("config", "encoder", "decoder")):
             _with(value, change)
-        elif "window" in name and type(value) is int and name not in ("max_window_layers", "n_window"):
+        elif (
+            "window" in name and type(value) is int and name not in ("max_window_layers", "n_window", "n_window_infer")
+        ):
             arguments[name] = value + change
     return arguments
 
@@ -135,7 +140,7 @@ def measure(entry: dict[str, Any]) -> Row:
         return row(action, reason, **found)
     got = stepwise(model, ids, mask, prompt)
     found["error"] = (got - wanted)[real].abs().max().item()
-    mutants = (mutant(entry, stock, change) for change in (-1, 1))
+    mutants = (mutant(entry, stock, change) for change in (-1, 1) if window + change > 0)
     moved = [(got - whole(each, ids, mask))[real].abs().max().item() for each in mutants]
     runtime = runtime_of(model)
     assert runtime is not None
@@ -224,14 +229,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="take rows from this file where it has them, and add the others to it"
+    )
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     rows = []
+    lines = given.rows.read_text().splitlines() if given.rows and given.rows.exists() else []
+    known = {row.family: row for row in (Row(**json.loads(line)) for line in lines)}
     for entry in ENTRIES:
         if given.families and entry["family"] not in given.families:
             continue
-        row = measure(entry)
+        row = known.get(entry["family"]) or measure(entry)
+        if given.rows and entry["family"] not in known:
+            with given.rows.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
     if given.write:
