@@ -7,7 +7,7 @@
     flex_attention(q, k, v, score_mod, (q, kv, numbers, indices, ..., BQ, BK, mask_mod), scale, ...)
 
 What is attended to depends on the lists of blocks as well as on `mask_mod`. So the site's mask is the tensor that the
-lists are made from, and it must be the formula of `mask_mod`. Lists that come from elsewhere could say anything: refused.
+lists are made from, and it must be the formula of `mask_mod`. Lists from elsewhere could say anything: refused.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _mask(query: Any, key: Any, block_mask: Any, buffers: Any) -> tuple[Node | N
     mask = _behind_lists(lists, block)
     if mask is None:
         return None, (
-            "flex_attention's lists of blocks are not made in this graph from a mask, so its mask_mod does not say all; "
-            "make the block mask with create_block_mask inside the forward"
+            "flex_attention's lists of blocks are not made in this graph from a mask, so its mask_mod does not say "
+            "all; make the block mask with create_block_mask inside the forward"
         )
     module = _submodule(mask_mod)
     if module is None or not _same(mask, module, buffers):
