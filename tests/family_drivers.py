@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, EncoderDecoderCache
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 
@@ -59,6 +60,21 @@ class Embedded(Driver):
 
     def step(self, ids: Tensor, plain: dict[str, Any]) -> Any:
         output = self.inner(inputs_embeds=self.embeddings(ids), **plain)
+        return CausalLMOutputWithPast(logits=output.last_hidden_state)
+
+
+class MasksGiven(Embedded):
+    """A decoder that makes no mask for its sliding layers: it is given them, as `generate` gives what it made before."""
+
+    def step(self, ids: Tensor, plain: dict[str, Any]) -> Any:
+        embeddings = self.embeddings(ids)
+        given = {name: plain[name] for name in ("attention_mask", "position_ids", "cache")}
+        arguments = {"config": self.config, "inputs_embeds": embeddings, **given}
+        masks = {
+            "full_attention": create_causal_mask(**arguments),
+            "sliding_attention": create_sliding_window_causal_mask(**arguments),
+        }
+        output = self.inner(inputs_embeds=embeddings, **{**plain, "attention_mask": masks})
         return CausalLMOutputWithPast(logits=output.last_hidden_state)
 
 
@@ -122,6 +138,7 @@ class DecoderHalf(Driver):
 DRIVERS: dict[str, Any] = {
     "headless": Headless,
     "embedded": Embedded,
+    "masks_given": MasksGiven,
     "moshi_depth": MoshiDepth,
     "text_and_codebooks": TextAndCodebooks,
     "delayed": Delayed,
