@@ -64,7 +64,7 @@ class Embedded(Driver):
 
 
 class MasksGiven(Embedded):
-    """A decoder that makes no mask for its sliding layers: it is given them, as `generate` gives what it made before."""
+    """A decoder that makes no mask for its sliding layers: masks are given, as `generate` gives what it made before."""
 
     def step(self, ids: Tensor, plain: dict[str, Any]) -> Any:
         embeddings = self.embeddings(ids)
