@@ -211,7 +211,7 @@ def table(rows: list[Row]) -> str:
         "a spread of 0.2; two rows, one left padded; a prompt of 2W + 3 tokens, then 3W + 2 one at a time, against the",
         "stock model on the whole sequence without a cache.",
         "",
-        "Not called with token ids as they are, but by their text decoder or through a driver (tests/family_drivers.py):",
+        "Driven by their text decoder alone, or by a driver of tests/family_drivers.py:",
         ", ".join(row.family for row in rows if BY_NAME[row.family].keys() & {"part", "driver"}) + ".",
         "",
         f"{len(rows)} configurations: {done} rewritten or rightly left alone, {len(rows) - done} refused or not built,",
