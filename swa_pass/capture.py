@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compat import Cache, CacheLayerMixin, cache_argument, mixed_layers, state_layers
+from .compat import Cache, CacheLayerMixin, cache_argument, mixed_layers, state_layers, tracing
 from .graph import example, shape_of
 from .log import logger, quiet_capture
 from .passes import Finding, find_sites
@@ -135,7 +135,7 @@ def capture(model: Any, forward: Any) -> GraphModule:
         return run
 
     started = time.perf_counter()
-    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False), quiet_capture():
+    with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False), quiet_capture(), tracing(model.config):
         try:
             torch.compile(own_code(call), backend=stop, fullgraph=True, dynamic=False)(forward, kwargs)
         except _Captured as captured:

@@ -12,9 +12,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 import transformers
 from packaging.version import Version
 from transformers import cache_utils
@@ -84,6 +87,15 @@ def stock_windows(config: Any) -> list[int | None]:
     return [getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None for layer in layers]
 
 
+def tracing(config: Any) -> AbstractContextManager[Any]:
+    """For calls that Dynamo traces: with flex_attention, torch warns about an argument that transformers gives it, and
+    Dynamo cannot trace a warning. Costs nothing for any other attention implementation."""
+    if getattr(config, "_attn_implementation", None) != "flex_attention":
+        return nullcontext()
+    ignored = {*torch._dynamo.config.ignore_logging_functions, warnings.warn}
+    return torch._dynamo.config.patch(ignore_logging_functions=ignored)
+
+
 def output_cache(output: Any) -> Any:
     """The cache in a model or generate output, under either name."""
     for name in CACHE_NAMES:
@@ -126,4 +138,5 @@ __all__ = [
     "ready_for_hidden_states",
     "state_layers",
     "stock_windows",
+    "tracing",
 ]

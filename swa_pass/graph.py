@@ -149,8 +149,13 @@ def has_side_effect(node: Node) -> bool:
         schema = getattr(target, "_schema", None)
         if schema is not None:
             return bool(schema.is_mutable) or node.is_impure(impure_random=False)  # assertions must stay
-        return getattr(target, "__name__", "").endswith("_") or node.is_impure()
+        name = getattr(target, "__name__", "")
+        return name.endswith("_") or name in _VMAP_BORDERS or node.is_impure()
     return node.op == "call_module"
+
+
+#: What opens and closes a ``torch.vmap`` in Dynamo's graphs; what lies between them may need them.
+_VMAP_BORDERS = {"lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_decrement_nesting"}
 
 
 #: Operations whose result may share memory with their first argument.
@@ -288,8 +293,30 @@ def take_place(new: Node, old: Node) -> None:
 
 
 def erase_all_unused(gm: GraphModule) -> int:
-    """Erases every node whose value nobody uses and that writes nothing."""
-    return erase_unused(gm, [node for node in gm.graph.nodes if not node.users])
+    """Erases every node whose value nobody uses and that writes nothing, or writes what nobody reads."""
+    erased = erase_unused(gm, [node for node in gm.graph.nodes if not node.users])
+    for node in list(gm.graph.nodes):
+        if node._erased or node.target is not operator.setitem or node.users:
+            continue
+        if _is_read_by_none(node.args[0]):
+            inputs = list(node.all_input_nodes)
+            gm.graph.erase_node(node)
+            erased += 1 + erase_unused(gm, inputs)
+    names = {op_name(node) for node in gm.graph.nodes}
+    if not names & {"_add_batch_dim", "_remove_batch_dim"}:
+        for node in [node for node in gm.graph.nodes if op_name(node) in _VMAP_BORDERS and not node.users]:
+            gm.graph.erase_node(node)
+            erased += 1
+    return erased
+
+
+def _is_read_by_none(node: Any) -> bool:
+    """Whether a tensor is made by this graph and nothing but writes to it uses it, or what goes into these writes."""
+    if not isinstance(node, Node) or op_name(node) not in ("new_zeros", "new_empty", "zeros", "empty", "zeros_like"):
+        return False
+    writes = {user for user in node.users if user.target is operator.setitem and user.args[0] is node}
+    others = [user for user in node.users if user not in writes]
+    return not any(has_side_effect(user) or not user.users or set(user.users) - writes for user in others)
 
 
 def is_metadata_check(node: Node) -> bool:

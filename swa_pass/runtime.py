@@ -25,7 +25,7 @@ from torch import Tensor
 from .backends import inner_compiler
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers
+from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers, tracing
 from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, rewrite_graph
@@ -296,7 +296,8 @@ class Step:
                     torch._dynamo.maybe_mark_dynamic(kwargs[name], dim % kwargs[name].ndim)
         cache.clock.managed = True
         try:
-            return self._compiled[form](self.runtime.stock, kwargs)
+            with tracing(self.runtime.model.config):
+                return self._compiled[form](self.runtime.stock, kwargs)
         finally:
             cache.clock.managed = False
 

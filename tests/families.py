@@ -19,12 +19,13 @@ import json
 import logging
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from family_drivers import driven
 from torch import Tensor
 
 import swa_pass
@@ -34,6 +35,10 @@ ENTRIES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "families.js
 BY_NAME = {entry["family"]: entry for entry in ENTRIES}
 LETTERS = {"sliding": "s", "full": "f", "chunked": "c", "state": "-", "other": "?"}
 PADS = 3
+#: What is as it should be; anything else is refused, not built, or runs eager on rings.
+DONE = ("rewritten", "kept")
+#: Logits further from the stock model's than this are wrong.
+LIMIT = 1e-3
 
 
 @dataclass(frozen=True)
@@ -62,8 +67,10 @@ def build(entry: dict[str, Any], window_change: int = 0) -> Any:
     owner = importlib.import_module("transformers." + ".".join(path)) if path else transformers
     arguments = _with(copy.deepcopy(entry["config"]), window_change)
     config = getattr(transformers, entry["config_class"])(**arguments)
+    if "attn" in entry:
+        config._attn_implementation = entry["attn"]
     torch.manual_seed(0)
-    return getattr(owner, name)(config).eval()
+    return driven(getattr(owner, name)(config).eval(), entry)
 
 
 def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
@@ -71,7 +78,9 @@ def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
     for name, value in arguments.items():
         if isinstance(value, dict) and name.endswith(("config", "encoder", "decoder")):
             _with(value, change)
-        elif "window" in name and type(value) is int and name not in ("max_window_layers", "n_window"):
+        elif (
+            "window" in name and type(value) is int and name not in ("max_window_layers", "n_window", "n_window_infer")
+        ):
             arguments[name] = value + change
     return arguments
 
@@ -135,10 +144,12 @@ def measure(entry: dict[str, Any]) -> Row:
         return row(action, reason, **found)
     got = stepwise(model, ids, mask, prompt)
     found["error"] = (got - wanted)[real].abs().max().item()
-    mutants = (mutant(entry, stock, change) for change in (-1, 1))
+    mutants = (mutant(entry, stock, change) for change in (-1, 1) if window + change > 0)
     moved = [(got - whole(each, ids, mask))[real].abs().max().item() for each in mutants]
     runtime = runtime_of(model)
     assert runtime is not None
+    if not runtime.compiled_calls:
+        action, reason = "eager", " ".join(swa_pass.explain(model).notes)
     return row(action, reason, **found, tells=min(moved), compiled=runtime.compiled_calls, calls=1 + steps)
 
 
@@ -188,8 +199,10 @@ def _line(error: BaseException) -> str:
 
 def table(rows: list[Row]) -> str:
     """The page docs/families.md."""
-    done = sum(row.action in ("rewritten", "kept") for row in rows)
-    wrong = sum(row.error is not None and row.error > 1e-3 for row in rows)
+    done = sum(row.action in DONE for row in rows)
+    wrong = sum(row.error is not None and row.error > LIMIT for row in rows)
+    swept = [row for row in rows if BY_NAME[row.family].get("swept")]
+    good = sum(row.action in DONE for row in swept)
     versions = f"transformers {transformers.__version__}, torch {torch.__version__.split('+')[0]}"
     lines = [
         "# Families",
@@ -198,8 +211,11 @@ def table(rows: list[Row]) -> str:
         "a spread of 0.2; two rows, one left padded; a prompt of 2W + 3 tokens, then 3W + 2 one at a time, against the",
         "stock model on the whole sequence without a cache.",
         "",
+        "Driven by their text decoder alone, or by a driver of tests/family_drivers.py:",
+        ", ".join(row.family for row in rows if BY_NAME[row.family].keys() & {"part", "driver"}) + ".",
+        "",
         f"{len(rows)} configurations: {done} rewritten or rightly left alone, {len(rows) - done} refused or not built,",
-        f"{wrong} wrong.",
+        f"{wrong} wrong. Of the {len(swept)} that a first sweep of the sliding families found: {good} so.",
         "",
         "Layers: s sliding, f full, c chunked, - no keys (convolution or recurrence), ? not understood.",
         "compiled: calls through our graphs. \\|d logits\\|: against stock. tells: the same for a window changed by",
@@ -224,14 +240,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("families", nargs="*")
     parser.add_argument("--write", type=Path)
+    parser.add_argument(
+        "--rows", type=Path, help="take rows from this file where it has them, and add the others to it"
+    )
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     logging.disable(logging.WARNING)
     rows = []
+    lines = given.rows.read_text().splitlines() if given.rows and given.rows.exists() else []
+    known = {row.family: row for row in (Row(**json.loads(line)) for line in lines)}
     for entry in ENTRIES:
         if given.families and entry["family"] not in given.families:
             continue
-        row = measure(entry)
+        row = known.get(entry["family"]) or measure(entry)
+        if given.rows and entry["family"] not in known:
+            with given.rows.open("a") as file:
+                file.write(json.dumps(asdict(row)) + "\n")
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
     if given.write:

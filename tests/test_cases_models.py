@@ -102,8 +102,41 @@ def _tiny_gemma3():
     }  # fmt: skip
 
 
-def test_case_24_an_encoder_decoder_is_refused_whole():
+@pytest.mark.parametrize("name", ["gemma3", "mistral3"])
+def test_case_23_a_window_in_a_nested_config(name):
+    """The text decoder gets its rings, and nothing of the vision tower changes."""
+    stock = families.build(ENTRIES[name])
+    assert not hasattr(stock.config, "sliding_window")
+    model = applied(stock)
+    cache = runtime_of(model).make_cache()
+    types = getattr(stock.config.get_text_config(decoder=True), "layer_types", None) or ["sliding_attention"] * 2
+    windows = [W if kind == "sliding_attention" else None for kind in types]
+    assert [layer.window for layer in swa_pass.explain(model).layers] == windows == cache.windows
+    towers = [each.model.vision_tower for each in (model, stock)]
+    assert all(vars(a).keys() == vars(b).keys() for a, b in zip(*(t.modules() for t in towers), strict=True))
+    size = stock.config.vision_config.image_size
+    pixels = torch.randn(1, 3, size, size)
+    with torch.no_grad():
+        assert torch.equal(*(tower(pixels).last_hidden_state for tower in towers))
+
+
+@pytest.mark.extended
+@torch.no_grad()
+def test_case_24_cross_attention_is_no_ring():
+    """The decoder half by itself: rings for its own sliding layers, and all of a text longer than the window."""
     stock = families.build(ENTRIES["t5gemma"])
+    states = torch.randn(1, 3 * W, stock.states.shape[-1])
+    stock.states = torch.nn.Parameter(states)
+    model = applied(stock)
+    ids = ids_of(3 * W)
+    got = steps(model, ids, 2 * W)
+    assert distance(got, whole(stock, ids)) < TOLERANCE
+    stock.states = torch.nn.Parameter(torch.cat([states[:, :1] + 1, states[:, 1:]], 1))
+    assert distance(got, whole(stock, ids)) > MUTATED, "the first token of the other text is not seen"
+
+
+def test_case_24_an_encoder_decoder_is_refused_whole():
+    stock = families.build({**ENTRIES["t5gemma"], "driver": None})
     with pytest.raises(ValueError, match="encoder-decoder"):
         swa_pass.apply(stock)
     assert "forward" not in vars(stock)

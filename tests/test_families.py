@@ -9,21 +9,19 @@ ENTRIES = families.BY_NAME
 
 #: What is refused or cannot be built, and the words by which the reason is known.
 LEFT = {
-    "moshi_depth": "data-dependent",  # the codebook's number is read as a Python number
-    "kyutai_speech_to_text": "",  # ids with a third axis
-    "voxtral_realtime": "input_features",  # audio at every call
     "minimax": "cache of its own",
-    "llama4": "image_outputs",  # the stock forward of this release always raises
     "inkling_text": "convolution or recurrence state in one layer",
     "blt": "",  # byte patches: the stock cache of this release cannot be made
     "gpt_neo": "broadcast",  # the mask is a buffer sliced by the number of keys
-    "t5gemma": "encoder-decoder",
-    "diffusion_gemma": "",  # denoises a canvas in a generate of its own
-    "qwen3_omni_code_predictor": "",  # stock wants more than ids; its sliding layers raise a KeyError
     "doge": "not proven",  # keys are chosen by their content
     "dory": "more than once",  # loops over its layers and makes cache layers of its own
-    "inkling2_text": "conv",
-    "inkling2_loop_text": "",
+    "inkling2_text": "convolution or recurrence state in one layer",
+    "inkling2_loop_text": "convolution or recurrence state in one layer",
+    "zaya": "convolution or recurrence state in one layer",
+    "step3p7_text": "data-dependent",  # loops over the experts that were hit
+    "dots3_note_text": "indexer",  # some layers choose keys by their content, with a store of their own for that
+    "unlimited_ocr_text": "by another rule",  # prompt and image are always visible: no window
+    "gemma4_unified": "",  # image blocks: the length of a mask depends on the ring's position, which no trace follows
 }
 #: The stock path's rounding differs between one call and many for these (a scan in another order).
 NOISY = {"nemotron_h": 1e-2}
@@ -43,7 +41,8 @@ def test_family(name: str) -> None:
     entry = ENTRIES[name]
     row = families.measure(entry)
     if name in LEFT:
-        assert row.action in ("refused", "not built"), row
+        assert row.action not in families.DONE, row
+        assert row.error is None or row.error < 2e-3, row
         assert LEFT[name] in row.reason, row
         return
     assert row.action in ("rewritten", "kept"), row
@@ -61,6 +60,9 @@ def test_family(name: str) -> None:
 
 
 def test_enough_is_covered() -> None:
-    assert len(ENTRIES) == 74
-    assert len(ENTRIES) - len(LEFT) >= 59
+    assert len(ENTRIES) == 114
+    assert len(ENTRIES) - len(LEFT) >= 101
+    swept = {name for name, entry in ENTRIES.items() if entry.get("swept")}
+    assert len(swept) == 55
+    assert len(swept - set(LEFT)) >= 51
     assert set(LEFT) | set(CORE) <= set(ENTRIES)

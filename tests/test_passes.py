@@ -28,6 +28,7 @@ class Layer:
     sites = 1
     second_shown: int | None = None  # another mask for the second site
     late_append = False
+    keys_twice = False  # the keys serve as values
 
     def __init__(self, **knobs):
         for name, value in knobs.items():
@@ -62,6 +63,7 @@ class Layer:
         keys = ops.view.default(k_store, k, lengths, self.window, 7, starts)
         values = ops.view.default(v_store, v, lengths, self.window, 7, starts)
         ops.append.default(k, v, k_store, v_store, lengths, window=self.window)
+        values = keys if self.keys_twice else values
         out = self.attention(q, keys, values, self.mask(lengths, k.shape[2], keys.shape[2], self.shown))
         for n in range(1, self.sites):
             shown = self.second_shown or self.shown
@@ -252,3 +254,15 @@ def test_fifteen_of_eighteen_layers():
         if op_name(node) == "cat":  # rotate_half and the rotary table: over head_dim, of one token
             assert shape_of(node)[-2] == 1, f"{node} joins keys"
     assert not {"le", "gt", "and", "where", "clamp"} & set(after), "a mask is still built"
+
+
+@pytest.mark.parametrize("sites", [1, 2])
+@pytest.mark.parametrize(("new", "seen"), [(3, 11), (1, 20), (9, 13)])
+def test_keys_that_serve_as_values(sites, new, seen):
+    """Both reads are of one store, before this step's tokens are written to it and to the other."""
+    layer, args = Layer(keys_twice=True, sites=sites), inputs(new, seen)
+    _, rewrite, run = rewritten(layer, args)
+    assert rewrite.fused == (7,)
+    assert rewrite.ops_after.count("swa_pass::attend") == sites
+    assert [name for name in rewrite.ops_after if name.startswith("swa_pass")][-1] == "swa_pass::append"
+    assert_same(layer, run, args)

@@ -7,6 +7,9 @@
 Several layers may read the same view (layers that share another layer's keys). All but the last become an ``attend``,
 which reads the store as it was before this step; the last one is the ``attend_append`` that writes. (A separate append
 at the end would mean the same, but Inductor may move a read past it and then has to copy the store.)
+
+Where a model attends to its keys as values too, nothing reads the store of values: all become an ``attend`` that is
+given the keys twice, and the write follows them.
 """
 
 from __future__ import annotations
@@ -44,10 +47,16 @@ def _append_of(finding: Finding) -> Node | None:
     if len(writes) != 1:
         return None
     append = writes[0]
-    expected = (finding.keys.new, finding.values.new, finding.keys.store, finding.values.store, finding.keys.lengths)
-    scales = (append.kwargs.get("k_scale"), append.kwargs.get("v_scale"))
-    same = tuple(append.args[:5]) == expected and scales == (finding.keys.scale, finding.values.scale)
-    return append if same else None
+    k_new, v_new, k_store, v_store, lengths = append.args[:5]
+    found = [(finding.keys, k_new, k_store, append.kwargs.get("k_scale"))]
+    if not _keys_twice(finding):
+        found.append((finding.values, v_new, v_store, append.kwargs.get("v_scale")))
+    same = all((view.new, view.store, view.scale) == (new, store, scale) for view, new, store, scale in found)
+    return append if same and finding.keys.lengths is lengths else None
+
+
+def _keys_twice(finding: Finding) -> bool:
+    return finding.keys.node is finding.values.node
 
 
 def _only_readers(group: list[Finding], append: Node) -> bool:
@@ -66,7 +75,8 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
     group = sorted(group, key=lambda finding: order[finding.site.node])
     for finding in group:
         site, keys, values = finding.site, finding.keys, finding.values
-        target = ops.attend_append.default if finding is group[-1] else ops.attend.default
+        writes = finding is group[-1] and not _keys_twice(finding)
+        target = ops.attend_append.default if writes else ops.attend.default
         with gm.graph.inserting_before(site.node):
             out = gm.graph.call_function(
                 target,
@@ -82,6 +92,9 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
             )
         take_place(out, site.node)
         site.node.replace_all_uses_with(out)
+    if _keys_twice(group[-1]):
+        with gm.graph.inserting_after(out):
+            gm.graph.call_function(append.target, append.args, append.kwargs)  # type: ignore[arg-type]
     gm.graph.erase_node(append)
     for finding in group:
         erase_unused(gm, [finding.site.node])

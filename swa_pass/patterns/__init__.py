@@ -12,6 +12,7 @@ from types import ModuleType
 from . import (
     eager,
     flat_blocks,
+    flex,
     gathered_window,
     joined_tokens,
     linear_store,
@@ -25,7 +26,7 @@ from . import (
 from .site import AttentionSite
 from .state import StateUse
 
-ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks)
+ATTENTION: tuple[ModuleType, ...] = (sdpa, eager, lse_sinks, flex)
 CACHES: tuple[ModuleType, ...] = (linear_store, sliced_store, shifted_window, gathered_window, joined_tokens)
 
 __all__ = ["ATTENTION", "CACHES", "AttentionSite", "StateUse", "flat_blocks", "paged_store", "token_list"]

@@ -31,7 +31,7 @@ from .site import AttentionSite
 _TRANSPARENT = {"to", "float", "type_as", "contiguous", "half", "bfloat16"}
 
 
-class _Stop(Exception):
+class Stop(Exception):
     """The chain holds something this idiom does not know; the message names it."""
 
 
@@ -54,7 +54,7 @@ def read(node: Node) -> AttentionSite | None:
         _check_softmax(softmax, scores)
         scores = _read_sinks(scores, drops_column, found)
         scores = _read_scores(scores, found)
-    except _Stop as stop:
+    except Stop as stop:
         found["problem"] = str(stop)
         scores = _first_matmul(softmax)
     product = factors(scores)
@@ -156,26 +156,26 @@ def _drops_last_column(node: Node) -> bool:
 def _check_softmax(softmax: Node, scores: Any) -> None:
     dim = argument(softmax, 1, "dim", None)
     if dim not in (-1, len(shape_of(scores)) - 1):
-        raise _Stop(f"the softmax runs over dimension {dim}, not over the keys")
+        raise Stop(f"the softmax runs over dimension {dim}, not over the keys")
 
 
 def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
     scores = _without_maximum(through(scores))
     if op_name(scores) != "cat":
         if drops_column:
-            raise _Stop("a column is dropped after the softmax that was not added before it")
+            raise Stop("a column is dropped after the softmax that was not added before it")
         return scores
     parts = scores.args[0]
     if not drops_column or len(parts) != 2 or argument(scores, 1, "dim", 0) not in (-1, 3):
-        raise _Stop("the scores are concatenated with something that is not a column of sinks")
+        raise Stop("the scores are concatenated with something that is not a column of sinks")
     sinks = through(parts[1])
     while isinstance(sinks, Node) and op_name(sinks) in ("expand", "reshape", *_TRANSPARENT):
         sinks = sinks.args[0]
     if not isinstance(sinks, Node) or [str(s) for s in shape_of(sinks)] != [str(shape_of(parts[0])[1])]:
-        raise _Stop("the sinks are not one number per head")
+        raise Stop("the sinks are not one number per head")
     column = shape_of(parts[1])
     if column[-1] != 1:
-        raise _Stop(f"{column[-1]} columns of sinks were added, one is known")
+        raise Stop(f"{column[-1]} columns of sinks were added, one is known")
     found["sinks"] = sinks
     return parts[0]
 
@@ -196,13 +196,13 @@ def _without_maximum(scores: Any) -> Any:
 def _read_scores(scores: Any, found: dict[str, Any]) -> Any:
     """Mask, softcap and scale, in the order in which they are undone."""
     scores = _read_mask(through(scores), found)
-    scores = _read_softcap(through(scores), found)
+    scores = read_softcap(through(scores), found)
     inner, factor = _times_number(through(scores))
     found["scale"] = factor
     inner = through(inner)
     if factors(inner) is None:
         what = op_name(inner) if isinstance(inner, Node) else repr(inner)
-        raise _Stop(f"{what} stands between the scores and the softmax, which no idiom knows")
+        raise Stop(f"{what} stands between the scores and the softmax, which no idiom knows")
     return inner
 
 
@@ -211,14 +211,14 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
     if name == "add":
         first, second = scores.args[0], scores.args[1]
         if not isinstance(first, Node) or not isinstance(second, Node):
-            raise _Stop("a number is added to the scores")
+            raise Stop("a number is added to the scores")
         if not _holds_scores(first):
             first, second = second, first
         if not example(second).dtype.is_floating_point:  # added to scores, True is 1: no mask
-            raise _Stop(f"a tensor of {example(second).dtype} is added to the scores")
+            raise Stop(f"a tensor of {example(second).dtype} is added to the scores")
         found["mask"] = second
         if op_name(through(first)) == "add":
-            raise _Stop("a second tensor (a position bias) is added to the scores")
+            raise Stop("a second tensor (a position bias) is added to the scores")
         return first
     if name == "where":
         condition, inner, hidden = (argument(scores, i, n, None) for i, n in enumerate(("condition", "input", "other")))
@@ -245,14 +245,14 @@ def _holds_scores(node: Any) -> bool:
     return False
 
 
-def _read_softcap(scores: Any, found: dict[str, Any]) -> Any:
+def read_softcap(scores: Any, found: dict[str, Any]) -> Any:
     inner, cap = _times_number(scores)
     tanh = through(inner)
     if not isinstance(tanh, Node) or op_name(tanh) != "tanh":
         return scores
     inner, factor = _times_number(through(tanh.args[0]))
     if abs(factor * cap - 1.0) > 1e-6:
-        raise _Stop(f"a tanh with factors {factor} and {cap} is no softcap")
+        raise Stop(f"a tanh with factors {factor} and {cap} is no softcap")
     found["softcap"] = cap
     return inner
 

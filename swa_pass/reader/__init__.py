@@ -12,7 +12,7 @@ canonical name. An operation that is not in the table below reads as `Opaque`, w
 
 from __future__ import annotations
 
-from . import arithmetic, shapes  # they fill the table
+from . import arithmetic, shapes, vmapped  # they fill the table
 from .core import read
 
-__all__ = ["arithmetic", "read", "shapes"]
+__all__ = ["arithmetic", "read", "shapes", "vmapped"]

@@ -166,6 +166,23 @@ def _getitem(node: Node, memo: dict[Node, Field]) -> Field:
     return Field(shape_of(node), at)
 
 
+@reads("pad", "constant_pad_nd")
+def _pad(node: Node, memo: dict[Node, Field]) -> Field:
+    """Equal integers that more of them are put around."""
+    equal = _element(read(node.args[0], memo))
+    number = argument(node, 3, "value", None) if op_name(node) == "pad" else argument(node, 2, "value", 0)
+    constant = op_name(node) != "pad" or argument(node, 2, "mode", "constant") == "constant"
+    if not constant or isinstance(number, bool) or not isinstance(number, int) or equal != Lin(number):
+        return leaf(node, example(node))
+    return Field(shape_of(node), lambda index: Lin(number))
+
+
+def _element(field: Field) -> Formula | None:
+    """What every element is, where all are equal; None otherwise."""
+    value = field.at(tuple(Lin.symbol(("any", n)) for n in range(field.ndim)))
+    return value if isinstance(value, bool) or (isinstance(value, Lin) and value.is_const) else None
+
+
 @reads("index")
 def _index(node: Node, memo: dict[Node, Field]) -> Field:
     source, keys = read(node.args[0], memo), node.args[1]
@@ -176,7 +193,10 @@ def _index(node: Node, memo: dict[Node, Field]) -> Field:
 
 def _gather(node: Node, source: Field, places: list[Field]) -> Field:
     """``source[i, j, ...]`` with integer tensors: the element at the places' values, where those cannot be negative
-    (a negative index would count from the end)."""
+    (a negative index would count from the end), or where all elements are equal."""
+    equal = _element(source)
+    if equal is not None:
+        return Field(shape_of(node), lambda index: equal)
 
     def pick(*values: Formula) -> Formula:
         own = []
