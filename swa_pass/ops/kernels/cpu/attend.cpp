@@ -148,9 +148,8 @@ struct Attention {
     for (int64_t j = 0; j < run.n; j += KEYS) {
       int64_t m = min64(KEYS, run.n - j);
       const T* k = run.k + j * run.k_stride;
-      int64_t fetched = ahead(run.k, run.k_stride, j, run.n, run.k_after);
 #define SWA_SCORES(QT, FIRST) \
-  score_rows<E, QT, FIRST>(k, run.k_stride, m, t.dim, fetched, q + r * CHUNK, q_step, scores + r * BLOCK_STRIDE + at + j)
+  score_rows<E, QT, FIRST>(k, run.k_stride, m, t.dim, q + r * CHUNK, q_step, scores + r * BLOCK_STRIDE + at + j)
       SWA_FOR_ROW_TILES(r0, r1, SWA_SCORES)
 #undef SWA_SCORES
       if (E::SCALED) scale_columns(r0, r1, at + j, run.k_scale + j, m);
@@ -218,23 +217,22 @@ struct Attention {
     for (int64_t j = 0; j < run.n; j += step) {
       int64_t m = min64(step, run.n - j);
       if (E::SCALED) scale_columns(r0, r1, at + j, run.v_scale + j, m);
-      int64_t fetched = ahead(run.v, run.v_stride, j, run.n, run.v_after);
       for (int64_t d = 0; d < t.value_dim;) {
         const T* v = run.v + j * run.v_stride + d;
         int tail = d + CHUNK <= t.value_dim ? 0 : (int)(t.value_dim - d);
         int chunks = d + VALUE_CHUNKS * CHUNK <= t.value_dim && step == KEYS ? VALUE_CHUNKS : 1;
 #define SWA_VALUES(QT, FIRST)                                                                     \
-  value_rows<E, QT, FIRST>(v, run.v_stride, m, chunks, tail, (const char*)v + fetched, scores + r * BLOCK_STRIDE + at + j,  \
+  value_rows<E, QT, FIRST>(v, run.v_stride, m, chunks, tail, scores + r * BLOCK_STRIDE + at + j,  \
                            s.values + r * s.width + d, s.width)
         int64_t from = r0;
         if constexpr (WIDE_ROWS) {
           // In order of memory, not of use: each of the passes over these keys fetches a stretch of its own.
-          constexpr int64_t CHUNK_BYTES = CHUNK * sizeof(T);
-          const char* in_order = (const char*)(run.v + j * run.v_stride) + fetched + d / CHUNK * m * CHUNK_BYTES;
+          const char* in_order = (const char*)(run.v + j * run.v_stride + d * m) +
+                                 ahead(run.v, run.v_stride, j, run.n, run.v_after);
           for (int64_t r = r0; from + 8 <= r1; r = from += 8) {
-            if (r == r0) value_tile<E, 8, 1, true>(v, run.v_stride, m, tail, in_order, CHUNK_BYTES, scores + r * BLOCK_STRIDE + at + j,
+            if (r == r0) value_tile<E, 8, 1, true>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
                                                    s.values + r * s.width + d, s.width);
-            else value_tile<E, 8, 1, false>(v, run.v_stride, m, tail, in_order, CHUNK_BYTES, scores + r * BLOCK_STRIDE + at + j,
+            else value_tile<E, 8, 1, false>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
                                             s.values + r * s.width + d, s.width);
           }
         }

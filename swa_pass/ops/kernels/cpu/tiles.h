@@ -23,7 +23,7 @@ static SWA_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // scores[r][j] for QT query rows (CHUNK floats apart in q, one chunk of all rows every q_step floats) and KT keys.
 template <class E, int QT, int KT, bool FIRST>
-static SWA_INLINE void score_tile(const typename E::T* k, int64_t k_stride, int64_t dim, int64_t ahead, const float* q,
+static SWA_INLINE void score_tile(const typename E::T* k, int64_t k_stride, int64_t dim, const float* q,
                                   int64_t q_step, float* scores) {
   static_assert(QT * KT <= ACCS, "a tile's sums must fit the registers");
   vf acc[ACCS] = {};
@@ -32,7 +32,7 @@ static SWA_INLINE void score_tile(const typename E::T* k, int64_t k_stride, int6
 #pragma GCC unroll 8
     for (int j = 0; j < KT; j++) {
       const typename E::T* p = k + j * k_stride + d;
-      if (FIRST) __builtin_prefetch((const char*)p + ahead);
+      if (FIRST) __builtin_prefetch((const char*)p + PREFETCH);
       vf k0, k1;
       E::load2(p, k0, k1);
 #pragma GCC unroll 4
@@ -63,26 +63,27 @@ static SWA_INLINE void score_tile(const typename E::T* k, int64_t k_stride, int6
 constexpr int keys_of_tile(int rows) { return rows == 1 ? 8 : rows == 2 ? ACCS / 2 : ACCS / 4; }
 
 template <class E, int QT, bool FIRST>
-static SWA_INLINE void score_rows(const typename E::T* k, int64_t k_stride, int64_t n, int64_t dim, int64_t ahead,
-                                  const float* q, int64_t q_step, float* scores) {
+static SWA_INLINE void score_rows(const typename E::T* k, int64_t k_stride, int64_t n, int64_t dim, const float* q,
+                                  int64_t q_step, float* scores) {
   constexpr int KT = keys_of_tile(QT);
   int64_t j = 0;
   for (; j + KT <= n; j += KT)
-    score_tile<E, QT, KT, FIRST>(k + j * k_stride, k_stride, dim, ahead, q, q_step, scores + j);
-  for (; j < n; j++) score_tile<E, QT, 1, FIRST>(k + j * k_stride, k_stride, dim, ahead, q, q_step, scores + j);
+    score_tile<E, QT, KT, FIRST>(k + j * k_stride, k_stride, dim, q, q_step, scores + j);
+  for (; j < n; j++) score_tile<E, QT, 1, FIRST>(k + j * k_stride, k_stride, dim, q, q_step, scores + j);
 }
 
-// values[r] += weights[r][j] * v[j] for QT rows, n keys, CT chunks of value_dim.
+// values[r] += weights[r][j] * v[j] for QT rows, n keys, CT chunks of value_dim. Tiles of 8 rows fetch `ahead`, a chunk
+// for each key; the others what lies a constant distance ahead, which costs no register.
 template <class E, int QT, int CT, bool FIRST>
 static SWA_INLINE void value_tile(const typename E::T* v, int64_t v_stride, int64_t n, int tail, const char* ahead,
-                                  int64_t ahead_step, const float* weights, float* values, int64_t width) {
+                                  const float* weights, float* values, int64_t width) {
   vf acc[QT][2 * CT];
 #pragma GCC unroll 8
   for (int r = 0; r < QT; r++)
 #pragma GCC unroll 8
     for (int c = 0; c < 2 * CT; c++) acc[r][c] = load(values + r * width + c * VL);
 #pragma GCC unroll 1
-  for (int64_t j = 0; j < n; j++, v += v_stride, ahead += ahead_step) {
+  for (int64_t j = 0; j < n; j++, v += v_stride) {
     vf w[QT];
 #pragma GCC unroll 8
     for (int r = 0; r < QT; r++) w[r] = splat(weights[r * BLOCK_STRIDE + j]);
@@ -92,7 +93,8 @@ static SWA_INLINE void value_tile(const typename E::T* v, int64_t v_stride, int6
       if (tail) {
         load2_tail<E>(v + c * CHUNK, tail, v0, v1);
       } else {
-        if (FIRST) __builtin_prefetch(ahead + c * CHUNK * sizeof(typename E::T));
+        if (FIRST && QT < 8) __builtin_prefetch((const char*)(v + c * CHUNK) + PREFETCH);
+        if (FIRST && QT == 8) __builtin_prefetch(ahead + j * CHUNK * sizeof(typename E::T));
         E::load2(v + c * CHUNK, v0, v1);
       }
 #pragma GCC unroll 8
@@ -110,10 +112,10 @@ static SWA_INLINE void value_tile(const typename E::T* v, int64_t v_stride, int6
 
 template <class E, int QT, bool FIRST>
 static SWA_INLINE void value_rows(const typename E::T* v, int64_t v_stride, int64_t n, int chunks, int tail,
-                                  const char* ahead, const float* weights, float* values, int64_t width) {
-  if (tail) value_tile<E, QT, 1, FIRST>(v, v_stride, n, tail, ahead, v_stride * sizeof(typename E::T), weights, values, width);
-  else if (chunks == 1) value_tile<E, QT, 1, FIRST>(v, v_stride, n, 0, ahead, v_stride * sizeof(typename E::T), weights, values, width);
-  else value_tile<E, QT, VALUE_CHUNKS, FIRST>(v, v_stride, n, 0, ahead, v_stride * sizeof(typename E::T), weights, values, width);
+                                  const float* weights, float* values, int64_t width) {
+  if (tail) value_tile<E, QT, 1, FIRST>(v, v_stride, n, tail, nullptr, weights, values, width);
+  else if (chunks == 1) value_tile<E, QT, 1, FIRST>(v, v_stride, n, 0, nullptr, weights, values, width);
+  else value_tile<E, QT, VALUE_CHUNKS, FIRST>(v, v_stride, n, 0, nullptr, weights, values, width);
 }
 
 #if defined(SWA_COLUMNS)
