@@ -29,6 +29,17 @@ def test_groups(impl: Implementation, group: int, tokens: int) -> None:
     check_case(impl, make_case(group=group, tokens=tokens, dim=32, window=9, lengths=[30, 4], dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize(("group", "tokens"), [(5, 1), (8, 1), (16, 1), (9, 3)])
+@pytest.mark.parametrize("dim", [7, 64, 80, 96])
+@pytest.mark.parametrize("impl", ["avx512", "avx2", "plain"], indirect=True)
+def test_many_rows_over_short_keys(impl: Implementation, dtype: torch.dtype, group: int, tokens: int, dim: int) -> None:
+    """Scores by columns: 16 keys at a time, from both runs of a ring and the new tokens; more than a block of keys."""
+    shape: dict[str, Any] = {"group": group, "tokens": tokens, "dim": dim, "dtype": dtype, "kv_heads": 1}
+    check_case(impl, make_case(window=21, lengths=[30, 4, 50], batch=3, softcap=3.0, sinks=True, **shape))
+    check_case(impl, make_case(window=300, lengths=[700], batch=1, slack=16, **shape))
+
+
 @pytest.mark.parametrize("window", [1, 2, 8, 33])
 def test_wraps_at_every_place(impl: Implementation, window: int) -> None:
     for length in range(0, 3 * window + 2, max(1, window // 8)):
@@ -143,6 +154,23 @@ def test_prefill(name: str, window: int, tokens: int, start: int) -> None:
     check_case(impl, case)
 
 
+@pytest.mark.parametrize(("window", "tokens"), [(30, 30), (30, 29), (30, 31), (0, 30)])
+@pytest.mark.parametrize("packed", [False, True], ids=["apart", "packed"])
+def test_prompts_into_empty_rows(window: int, tokens: int, packed: bool) -> None:
+    """One length at, below and above which the window matters; then the calls that look alike and must not be taken
+    for one: a row that is not empty, pads, fewer tokens, a softcap, sinks."""
+    impl = implementation("avx512")
+    shape: dict[str, Any] = {"window": window, "tokens": tokens, "packed": packed, "group": 3, "kv_heads": 1}
+    check_case(impl, make_case(**shape))
+    check_case(impl, make_case(**shape, dtype=torch.bfloat16))
+    check_case(impl, make_case(**shape, lengths=[0, 3]))
+    check_case(impl, make_case(**shape, starts=[0, 5]))
+    check_case(impl, make_case(**shape, new_lengths=[tokens, tokens - 9]))
+    check_case(impl, make_case(**shape, softcap=2.0))
+    check_case(impl, make_case(**shape, sinks=True))
+    check_case(impl, make_case(**shape, value_dim=8))
+
+
 def test_lengths_beyond_32_bits(impl: Implementation) -> None:
     far = 2**33 + 5
     case = make_case(batch=1, kv_heads=1, window=8, slack=4, lengths=0)
@@ -184,7 +212,7 @@ def test_infinite_and_nan_tokens_stay_with_queries_that_see_them() -> None:
     build.select_variant("")
 
 
-@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("threads", [1, 2, 4])
 @pytest.mark.parametrize(("batch", "kv_heads", "tokens"), [(1, 1, 1), (1, 3, 1), (1, 1, 6), (4, 4, 1)])
 def test_threads(impl: Implementation, threads: int, batch: int, kv_heads: int, tokens: int) -> None:
     torch.set_num_threads(threads)  # `one_thread` undoes it

@@ -5,23 +5,12 @@
 // two runs of the ring), and the new tokens. Each range goes through the same loop over blocks: scores, running
 // maximum, 2^x, values (online softmax, Milakov & Gimelshein 2018). No mask exists; what is not visible is not read.
 #include "task.h"
-#include "vec.h"
+#include "tiles.h"
 
 namespace SWA_ISA {
 
-constexpr int64_t BLOCK = 256;    // keys whose scores are held at a time
-// Bytes read ahead. Without it one core reached 0.6 of the speed of plain reading, with 2 KB 0.78, 4 KB 0.87, 8 KB 0.91
-// (Xeon, head_dim 128 and 256); fetching the first bytes of each run as well gained nothing.
-constexpr int64_t PREFETCH = 8192;
-constexpr int64_t BLOCK_STRIDE = BLOCK + 16;  // not a power of two: rows must not fall into one set of the cache
-constexpr int64_t KEYS = 16;      // keys that all row tiles share while they are in the first-level cache
-constexpr int VALUE_CHUNKS = ACCS / 8;
 constexpr float LOG2E = 1.4426950408889634f;
 constexpr float LOWEST = -1e30f;  // finite, so that differences are never NaN
-
-static SWA_INLINE int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-static SWA_INLINE int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-static SWA_INLINE int64_t max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 // A partial result: per query row the running maximum, the sum of weights, and the weighted sum of values.
 struct State {
@@ -43,117 +32,6 @@ static int64_t scratch_floats(const SwaTask* t) {
   return t->group * t->tokens * (round_up(t->dim, CHUNK) + BLOCK_STRIDE);
 }
 
-// Inner loops. A tile is QT query rows times a few keys, or QT rows times CT chunks of a value; its sums stay in
-// registers. Only the first tile that touches a line of memory prefetches (FIRST): the others find it in the cache.
-
-// scores[r][j] for QT query rows (CHUNK floats apart in q, one chunk of all rows every q_step floats) and KT keys.
-template <class E, int QT, int KT, bool FIRST>
-static SWA_INLINE void score_tile(const typename E::T* k, int64_t k_stride, int64_t dim, const float* q,
-                                  int64_t q_step, float* scores) {
-  static_assert(QT * KT <= ACCS, "a tile's sums must fit the registers");
-  vf acc[ACCS] = {};
-  int64_t d = 0;
-  for (; d + CHUNK <= dim; d += CHUNK, q += q_step) {
-#pragma GCC unroll 8
-    for (int j = 0; j < KT; j++) {
-      const typename E::T* p = k + j * k_stride + d;
-      if (FIRST) __builtin_prefetch((const char*)p + PREFETCH);
-      vf k0, k1;
-      E::load2(p, k0, k1);
-#pragma GCC unroll 4
-      for (int r = 0; r < QT; r++) {
-        acc[r * KT + j] += k0 * load(q + r * CHUNK);
-        acc[r * KT + j] += k1 * load(q + r * CHUNK + VL);
-      }
-    }
-  }
-  if (d < dim) {
-#pragma GCC unroll 8
-    for (int j = 0; j < KT; j++) {
-      vf k0, k1;
-      load2_tail<E>(k + j * k_stride + d, (int)(dim - d), k0, k1);
-#pragma GCC unroll 4
-      for (int r = 0; r < QT; r++) {
-        acc[r * KT + j] += k0 * load(q + r * CHUNK);
-        acc[r * KT + j] += k1 * load(q + r * CHUNK + VL);
-      }
-    }
-  }
-  float out[ACCS];
-  sums(acc, out);
-#pragma GCC unroll 4
-  for (int r = 0; r < QT; r++) memcpy(scores + r * BLOCK_STRIDE, out + r * KT, KT * sizeof(float));
-}
-
-constexpr int keys_of_tile(int rows) { return rows == 1 ? 8 : rows == 2 ? ACCS / 2 : ACCS / 4; }
-
-template <class E, int QT, bool FIRST>
-static SWA_INLINE void score_rows(const typename E::T* k, int64_t k_stride, int64_t n, int64_t dim, const float* q,
-                                  int64_t q_step, float* scores) {
-  constexpr int KT = keys_of_tile(QT);
-  int64_t j = 0;
-  for (; j + KT <= n; j += KT)
-    score_tile<E, QT, KT, FIRST>(k + j * k_stride, k_stride, dim, q, q_step, scores + j);
-  for (; j < n; j++) score_tile<E, QT, 1, FIRST>(k + j * k_stride, k_stride, dim, q, q_step, scores + j);
-}
-
-// values[r] += weights[r][j] * v[j] for QT rows, n keys, CT chunks of value_dim.
-template <class E, int QT, int CT, bool FIRST>
-static SWA_INLINE void value_tile(const typename E::T* v, int64_t v_stride, int64_t n, int tail, const float* weights,
-                                  float* values, int64_t width) {
-  vf acc[QT][2 * CT];
-#pragma GCC unroll 4
-  for (int r = 0; r < QT; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < 2 * CT; c++) acc[r][c] = load(values + r * width + c * VL);
-#pragma GCC unroll 1
-  for (int64_t j = 0; j < n; j++, v += v_stride) {
-    vf w[QT];
-#pragma GCC unroll 4
-    for (int r = 0; r < QT; r++) w[r] = splat(weights[r * BLOCK_STRIDE + j]);
-#pragma GCC unroll 4
-    for (int c = 0; c < CT; c++) {
-      vf v0, v1;
-      if (tail) {
-        load2_tail<E>(v + c * CHUNK, tail, v0, v1);
-      } else {
-        if (FIRST) __builtin_prefetch((const char*)(v + c * CHUNK) + PREFETCH);
-        E::load2(v + c * CHUNK, v0, v1);
-      }
-#pragma GCC unroll 4
-      for (int r = 0; r < QT; r++) {
-        acc[r][2 * c] += v0 * w[r];
-        acc[r][2 * c + 1] += v1 * w[r];
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int r = 0; r < QT; r++)
-#pragma GCC unroll 8
-    for (int c = 0; c < 2 * CT; c++) store(values + r * width + c * VL, acc[r][c]);
-}
-
-template <class E, int QT, bool FIRST>
-static SWA_INLINE void value_rows(const typename E::T* v, int64_t v_stride, int64_t n, int chunks, int tail,
-                                  const float* weights, float* values, int64_t width) {
-  if (tail) value_tile<E, QT, 1, FIRST>(v, v_stride, n, tail, weights, values, width);
-  else if (chunks == 1) value_tile<E, QT, 1, FIRST>(v, v_stride, n, 0, weights, values, width);
-  else value_tile<E, QT, VALUE_CHUNKS, FIRST>(v, v_stride, n, 0, weights, values, width);
-}
-
-// Calls f<QT, FIRST>(row) for row tiles of 4, then 3, 2 or 1, over rows [r0, r1).
-#define SWA_FOR_ROW_TILES(r0, r1, F)                                     \
-  for (int64_t r = r0; r < r1; r += 4) {                                 \
-    int64_t left = r1 - r;                                               \
-    if (AGAIN || r == r0) {                                              \
-      if (left >= 4) F(4, true); else if (left == 3) F(3, true);         \
-      else if (left == 2) F(2, true); else F(1, true);                   \
-    } else {                                                             \
-      if (left >= 4) F(4, false); else if (left == 3) F(3, false);       \
-      else if (left == 2) F(2, false); else F(1, false);                 \
-    }                                                                    \
-  }
-
 template <class E>
 struct Attention {
   typedef typename E::T T;
@@ -169,8 +47,9 @@ struct Attention {
     scores = scratch + s.rows * round_up(t.dim, CHUNK);
     // Scores come out in units of log2, for 2^x; under a softcap, in units of the cap.
     float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * LOG2E;
-    for (int64_t row = 0; row < s.rows; row++) {
-      const typename IO::T* from = (const typename IO::T*)t.q + (row % t.group) * t.q_head + (row / t.group) * t.q_token;
+    for (int64_t row = 0, g = 0, i = 0; row < s.rows; row++, g++) {
+      if (g == t.group) g = 0, i++;
+      const typename IO::T* from = (const typename IO::T*)t.q + g * t.q_head + i * t.q_token;
       for (int64_t d = 0; d < t.dim; d += CHUNK) {
         vf a, b;
         if (d + CHUNK <= t.dim) IO::load2(from + d, a, b);
@@ -191,11 +70,19 @@ struct Attention {
     const T *k, *v;
     int64_t k_stride, v_stride, n;
     const float *k_scale, *v_scale;  // SCALED types only
+    const T *k_after, *v_after;      // what is read once this run is done, for the prefetch; or null
     Run from(int64_t at) const {
       return {k + at * k_stride, v + at * v_stride, k_stride, v_stride, n - at, factors(k_scale, at),
-              factors(v_scale, at)};
+              factors(v_scale, at), k_after, v_after};
     }
   };
+
+  // Bytes from number `at` of `n` tokens in a row of memory (`stride` numbers each) to what is fetched when it is used.
+  static int64_t ahead(const T* tokens, int64_t stride, int64_t at, int64_t n, const T* after) {
+    int64_t row = stride * sizeof(T), distance = (PREFETCH + row - 1) / row;
+    if (!after || at + distance < n) return distance * row;
+    return (const char*)(after + (at + distance - n) * stride) - (const char*)(tokens + at * stride);
+  }
 
   // Rows [r0, r1) attend to the keys of some runs; all of these rows see all of these keys.
   void add(int64_t r0, int64_t r1, const Run* runs, int count) {
@@ -207,7 +94,6 @@ struct Attention {
         Run piece = runs[i].from(at);
         piece.n = min64(piece.n, BLOCK - held);
         at += piece.n;
-        score_block(r0, r1, piece, held);
         held += piece.n;
         block[pieces++] = piece;
         if (held < BLOCK) continue;
@@ -219,9 +105,43 @@ struct Attention {
   }
 
   void weigh(int64_t r0, int64_t r1, const Run* block, int pieces, int64_t held) {
-    for (int64_t row = r0; row < r1; row++) soften(row, held);
+    score(r0, r1, block, pieces);
+    for (int64_t r = r0; r < r1; r += ACCS) soften(r, min64(ACCS, r1 - r), held);
     for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) value_block(r0, r1, block[i], at);
   }
+
+  void score(int64_t r0, int64_t r1, const Run* block, int pieces) {
+#if defined(SWA_COLUMNS)
+    // Operations to transpose 16 keys, against those to sum along registers.
+    if (t.dim * 4 / E::PER < (r1 - r0) * 45 && r1 - r0 > 4) return score_by_columns(r0, r1, block, pieces);
+#endif
+    for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) score_block(r0, r1, block[i], at);
+  }
+
+#if defined(SWA_COLUMNS)
+  __attribute__((noinline)) void score_by_columns(int64_t r0, int64_t r1, const Run* block, int pieces) {
+    const T* keys[BLOCK + VL];  // of all pieces, so that only the last 16 keys of a block may be fewer
+    int64_t held = 0;
+    for (int i = 0; i < pieces; i++) {
+      const T* k = block[i].k;
+      for (int64_t j = 0; j < block[i].n; j++, k += block[i].k_stride) keys[held++] = k;
+    }
+    for (int64_t j = held; j < round_up(held, VL); j++) keys[j] = keys[held - 1];
+    for (int64_t j = 0, first = 0, piece = 0; j < held; j += VL) {
+      while (j >= first + block[piece].n) first += block[piece++].n;
+      const Run& run = block[piece];
+      const char* fetched = (const char*)keys[j] + ahead(run.k, run.k_stride, j - first, run.n, run.k_after);
+      for (int64_t r = r0; r < r1; r += 8) {
+        const float* from = q + r * CHUNK;
+        float* to = scores + r * BLOCK_STRIDE + j;
+        if (r == r0) score_columns<E, 8, true>(keys + j, t.dim, fetched, from, s.rows * CHUNK, r1 - r, to);
+        else score_columns<E, 8, false>(keys + j, t.dim, fetched, from, s.rows * CHUNK, r1 - r, to);
+      }
+    }
+    if (E::SCALED)
+      for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) scale_columns(r0, r1, at, block[i].k_scale, block[i].n);
+  }
+#endif
 
   __attribute__((noinline)) void score_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
     int64_t q_step = s.rows * CHUNK;
@@ -244,51 +164,79 @@ struct Attention {
     }
   }
 
-  // Scores of one row become weights; the row's sums move to the new maximum.
-  void soften(int64_t row, int64_t n) {
-    float* x = scores + row * BLOCK_STRIDE;
+  // Scores of up to ACCS rows become weights; the rows' sums move to their new maxima. What is done once a row is done
+  // for all rows at once: otherwise a row waits for the end of the one before.
+  __attribute__((noinline)) void soften(int64_t first, int64_t rows, int64_t n) {
     int64_t padded = round_up(n, VL);
-    for (int64_t j = n; j < padded; j++) x[j] = LOWEST;
-    if (t.softcap > 0) {
-      float cap = t.softcap * LOG2E;
-      for (int64_t j = 0; j < padded; j += VL) store(x + j, tanh_vec(load(x + j)) * cap);
+    vf most[ACCS] = {}, total[ACCS] = {};
+    for (int64_t r = 0; r < rows; r++) {
+      float* x = scores + (first + r) * BLOCK_STRIDE;
+      if (t.softcap > 0) {
+        float cap = t.softcap * LOG2E;
+        for (int64_t j = n; j < padded; j++) x[j] = 0;
+        for (int64_t j = 0; j < padded; j += VL) store(x + j, tanh_vec(load(x + j)) * cap);
+      }
       for (int64_t j = n; j < padded; j++) x[j] = LOWEST;
+      most[r] = load(x);
+      for (int64_t j = VL; j < padded; j += VL) {
+        vf y = load(x + j);
+        most[r] = y > most[r] ? y : most[r];
+      }
     }
-    vf best = load(x);
-    for (int64_t j = VL; j < padded; j += VL) {
-      vf y = load(x + j);
-      best = y > best ? y : best;
+    float top[ACCS], shrink[ACCS], sum[ACCS];
+    maxima(most, top);
+    for (int64_t r = 0; r < ACCS; r++) {
+      if (r >= rows) top[r] = 0;
+      float before = r < rows ? s.top[first + r] : 0;
+      top[r] = top[r] > before ? top[r] : before;
+      shrink[r] = before - top[r];
     }
-    float top = max_of(best);
-    if (top > s.top[row]) {
-      float shrink = exp2_neg(splat(s.top[row] - top))[0];
-      float* values = s.values + row * s.width;
-      for (int64_t d = 0; d < s.width; d += VL) store(values + d, load(values + d) * shrink);
-      s.total[row] *= shrink;
-      s.top[row] = top;
+    for (int64_t r = 0; r < ACCS; r += VL) store(shrink + r, exp2_neg(load(shrink + r)));
+    for (int64_t r = 0; r < rows; r++) {
+      float* x = scores + (first + r) * BLOCK_STRIDE;
+      vf sums_of_row = {};
+      for (int64_t j = 0; j < padded; j += VL) {
+        vf w = exp2_neg(load(x + j) - top[r]);
+        store(x + j, w);
+        sums_of_row += w;  // the padding adds 2^-126 each: nothing beside a sum of at least 1
+      }
+      total[r] = sums_of_row;
+      if (shrink[r] == 1 || s.total[first + r] == 0) continue;
+      float* values = s.values + (first + r) * s.width;
+      for (int64_t d = 0; d < s.width; d += VL) store(values + d, load(values + d) * shrink[r]);
     }
-    top = s.top[row];
-    vf total = {};
-    for (int64_t j = 0; j < padded; j += VL) {
-      vf w = exp2_neg(load(x + j) - top);
-      store(x + j, w);
-      total += w;  // the padding adds 2^-126 each: nothing beside a sum of at least 1
+    sums(total, sum);
+    for (int64_t r = 0; r < rows; r++) {
+      s.total[first + r] = s.total[first + r] * shrink[r] + sum[r];
+      s.top[first + r] = top[r];
     }
-    s.total[row] += sum_of(total);
   }
 
   __attribute__((noinline)) void value_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
-    for (int64_t j = 0; j < run.n; j += KEYS) {
-      int64_t m = min64(KEYS, run.n - j);
+    int64_t step = r1 - r0 >= 8 && WIDE_ROWS ? WIDE_KEYS : KEYS;
+    for (int64_t j = 0; j < run.n; j += step) {
+      int64_t m = min64(step, run.n - j);
       if (E::SCALED) scale_columns(r0, r1, at + j, run.v_scale + j, m);
       for (int64_t d = 0; d < t.value_dim;) {
         const T* v = run.v + j * run.v_stride + d;
         int tail = d + CHUNK <= t.value_dim ? 0 : (int)(t.value_dim - d);
-        int chunks = d + VALUE_CHUNKS * CHUNK <= t.value_dim ? VALUE_CHUNKS : 1;
+        int chunks = d + VALUE_CHUNKS * CHUNK <= t.value_dim && step == KEYS ? VALUE_CHUNKS : 1;
 #define SWA_VALUES(QT, FIRST)                                                                     \
   value_rows<E, QT, FIRST>(v, run.v_stride, m, chunks, tail, scores + r * BLOCK_STRIDE + at + j,  \
                            s.values + r * s.width + d, s.width)
-        SWA_FOR_ROW_TILES(r0, r1, SWA_VALUES)
+        int64_t from = r0;
+        if constexpr (WIDE_ROWS) {
+          // In order of memory, not of use: each of the passes over these keys fetches a stretch of its own.
+          const char* in_order = (const char*)(run.v + j * run.v_stride + d * m) +
+                                 ahead(run.v, run.v_stride, j, run.n, run.v_after);
+          for (int64_t r = r0; from + 8 <= r1; r = from += 8) {
+            if (r == r0) value_tile<E, 8, 1, true>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
+                                                   s.values + r * s.width + d, s.width);
+            else value_tile<E, 8, 1, false>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
+                                            s.values + r * s.width + d, s.width);
+          }
+        }
+        SWA_FOR_ROW_TILES(from, r1, SWA_VALUES)
 #undef SWA_VALUES
         d += chunks * CHUNK;
       }
@@ -302,7 +250,9 @@ struct Attention {
       int64_t slot = t.window > 0 ? first % t.capacity : first;
       int64_t n = min64(t.capacity - slot, end - first);
       runs[count++] = {(const T*)t.k_store + slot * t.dim, (const T*)t.v_store + slot * t.value_dim, t.dim,
-                       t.value_dim, n, factors(t.k_scale, slot), factors(t.v_scale, slot)};
+                       t.value_dim, n, factors(t.k_scale, slot), factors(t.v_scale, slot), (const T*)t.k_after,
+                       (const T*)t.v_after};
+      if (count == 2) runs[0].k_after = runs[1].k, runs[0].v_after = runs[1].v;
       first += n;
     }
     return count;
@@ -311,7 +261,7 @@ struct Attention {
   // New tokens [first, end).
   Run fresh(int64_t first, int64_t end) {
     return {(const T*)t.k_new + first * t.k_token, (const T*)t.v_new + first * t.v_token, t.k_token, t.v_token,
-            end - first, factors(t.k_new_scale, first), factors(t.v_new_scale, first)};
+            end - first, factors(t.k_new_scale, first), factors(t.v_new_scale, first), nullptr, nullptr};
   }
 
   void run(int64_t part, int64_t parts) {
@@ -346,30 +296,45 @@ static void finish(const SwaTask* t, int64_t parts, float* states, int64_t size)
   typedef typename E::IO IO;
   typedef typename IO::T T;
   State s(states, *t);
-  for (int64_t row = 0; row < s.rows; row++) {
-    float top = LOWEST, total = 0;
-    float* values = s.values + row * s.width;
-    for (int64_t p = 0; p < parts; p++) top = s.top[p * size + row] > top ? s.top[p * size + row] : top;
-    int64_t g = row % t->group, i = row / t->group;
-    bool sees_nothing = top == LOWEST;
-    if (t->sinks && t->sinks[g] * LOG2E > top) top = t->sinks[g] * LOG2E;
-    if (t->sinks) total = exp2_neg(splat(t->sinks[g] * LOG2E - top))[0];
-    for (int64_t p = 0; p < parts; p++) total += s.total[p * size + row] * exp2_neg(splat(s.top[p * size + row] - top))[0];
+  for (int64_t row = 0, g = 0, i = 0; row < s.rows; row += VL) {
+    int64_t rows = min64(VL, s.rows - row);
+    vf top = splat(LOWEST), total = {};
     for (int64_t p = 0; p < parts; p++) {
-      float weight = sees_nothing ? 0.0f : exp2_neg(splat(s.top[p * size + row] - top))[0] / total;
-      const float* from = values + p * size;
-      for (int64_t d = 0; d < s.width; d += VL)
-        store(values + d, load(from + d) * weight + (p ? load(values + d) : vf{}));
+      vf other = load(s.top + p * size + row);
+      top = other > top ? other : top;
     }
-    T* to = (T*)t->out + g * t->out_head + i * t->out_token;
-    for (int64_t d = 0; d < t->value_dim; d += CHUNK) {
-      vf a = load(values + d), b = load(values + d + VL);
-      if (d + CHUNK <= t->value_dim) {
-        IO::store2(to + d, a, b);
-      } else {
-        T padded[CHUNK];
-        IO::store2(padded, a, b);
-        memcpy(to + d, padded, (t->value_dim - d) * sizeof(T));
+    vi sees_nothing = top == LOWEST;
+    if (t->sinks) {
+      float logits[VL] = {};
+      for (int64_t r = 0, head = g; r < rows; r++, head++) logits[r] = t->sinks[head = head == t->group ? 0 : head] * LOG2E;
+      vf sink = load(logits);
+      top = sink > top ? sink : top;
+      total = exp2_neg(sink - top);
+    }
+    for (int64_t p = 0; p < parts; p++)
+      total += load(s.total + p * size + row) * exp2_neg(load(s.top + p * size + row) - top);
+    for (int64_t p = 0; p < parts; p++) {
+      float weights[VL];
+      store(weights, sees_nothing ? vf{} : exp2_neg(load(s.top + p * size + row) - top) / total);
+      for (int64_t r = 0; r < rows; r++) {
+        float *values = s.values + (row + r) * s.width, *from = values + p * size;
+        for (int64_t d = 0; d < s.width; d += VL)
+          store(values + d, load(from + d) * weights[r] + (p ? load(values + d) : vf{}));
+      }
+    }
+    for (int64_t r = 0; r < rows; r++, g++) {
+      if (g == t->group) g = 0, i++;
+      const float* values = s.values + (row + r) * s.width;
+      T* to = (T*)t->out + g * t->out_head + i * t->out_token;
+      for (int64_t d = 0; d < t->value_dim; d += CHUNK) {
+        vf a = load(values + d), b = load(values + d + VL);
+        if (d + CHUNK <= t->value_dim) {
+          IO::store2(to + d, a, b);
+        } else {
+          T padded[CHUNK];
+          IO::store2(padded, a, b);
+          memcpy(to + d, padded, (t->value_dim - d) * sizeof(T));
+        }
       }
     }
   }

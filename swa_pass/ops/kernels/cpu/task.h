@@ -15,6 +15,8 @@ struct SwaTask {
   int64_t k_token, v_token;
   void* k_store;  // k_store[slot * dim + d]
   void* v_store;  // v_store[slot * value_dim + d]
+  // What the next task reads first, fetched towards the end of this one; or null. An address only: never read.
+  const void *k_after, *v_after;
   // One-byte types only: k_scale[slot], v_scale[slot], and those of the new tokens.
   const float *k_scale, *v_scale, *k_new_scale, *v_new_scale;
   void* out;      // out[g * out_head + i * out_token + d]

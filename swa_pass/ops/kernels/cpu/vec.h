@@ -107,6 +107,56 @@ SWA_INLINE void sums(const vf* a, float* out) {
 #endif
 }
 
+// The largest number of each of ACCS vectors, to out[0..ACCS).
+SWA_INLINE void maxima(const vf* a, float* out) {
+#if defined(__AVX512F__)
+  __m512 b[4];
+  for (int i = 0; i < 4; i++) {
+    __m512 a0 = (__m512)a[4 * i], a1 = (__m512)a[4 * i + 1], a2 = (__m512)a[4 * i + 2], a3 = (__m512)a[4 * i + 3];
+    __m512 s01 = _mm512_max_ps(_mm512_unpacklo_ps(a0, a1), _mm512_unpackhi_ps(a0, a1));
+    __m512 s23 = _mm512_max_ps(_mm512_unpacklo_ps(a2, a3), _mm512_unpackhi_ps(a2, a3));
+    b[i] = _mm512_max_ps(_mm512_shuffle_ps(s01, s23, 0x44), _mm512_shuffle_ps(s01, s23, 0xee));
+  }
+  __m512 c01 = _mm512_max_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x88), _mm512_shuffle_f32x4(b[0], b[1], 0xdd));
+  __m512 c23 = _mm512_max_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x88), _mm512_shuffle_f32x4(b[2], b[3], 0xdd));
+  _mm512_storeu_ps(out, _mm512_max_ps(_mm512_shuffle_f32x4(c01, c23, 0x88), _mm512_shuffle_f32x4(c01, c23, 0xdd)));
+#else
+  for (int i = 0; i < ACCS; i++) out[i] = max_of(a[i]);
+#endif
+}
+
+#if defined(__AVX512F__)
+// Element types below can be read by columns: one 32-bit word of 16 tokens at a time. PER numbers lie in a word, part<i>
+// widens number i of each word, and place(w, i) is where load2 of the IO type leaves number i of word w.
+#define SWA_COLUMNS 1
+// words[c] becomes word c of each of the 16 vectors.
+SWA_INLINE void transpose(vu* words) {
+  __m512i a[16], b[16];
+  for (int i = 0; i < 16; i++) b[i] = (__m512i)words[i];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(b[i], b[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(b[i], b[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {  // word 4 * lane + i of tokens 0-3, 4-7, 8-11, 12-15
+    __m512i t0 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), t1 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
+    __m512i t2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), t3 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
+    words[i] = (vu)_mm512_shuffle_i32x4(t0, t2, 0x88);
+    words[8 + i] = (vu)_mm512_shuffle_i32x4(t0, t2, 0xdd);
+    words[4 + i] = (vu)_mm512_shuffle_i32x4(t1, t3, 0x88);
+    words[12 + i] = (vu)_mm512_shuffle_i32x4(t1, t3, 0xdd);
+  }
+}
+#endif
+
 // Element types. load2 reads CHUNK elements into two vectors, in an order of its own: queries, keys, values and
 // results all go through it, so the order cancels. store2 is its inverse.
 //
@@ -121,6 +171,9 @@ struct Bf16 {
     even = as_float(bits << 16);  // two cheap operations for two vectors; a widening load would cost a shuffle more
     odd = as_float(bits & 0xffff0000u);
   }
+  static constexpr int PER = 2;
+  static constexpr int place(int w, int i) { return i * VL + w; }
+  static SWA_INLINE vf part(vu words, int i) { return as_float(i == 0 ? words << 16 : words & 0xffff0000u); }
   static SWA_INLINE vu round(vf x) {  // to nearest even, in the upper half; NaN stays NaN
     vu bits = (vu)x;
     vu rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u;
@@ -138,6 +191,9 @@ struct Fp32 {
   static constexpr bool SCALED = false;
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = load(p); b = load(p + VL); }
   static SWA_INLINE void store2(T* p, vf a, vf b) { store(p, a); store(p + VL, b); }
+  static constexpr int PER = 1;
+  static constexpr int place(int w, int) { return w; }
+  static SWA_INLINE vf part(vu words, int) { return as_float(words); }
 };
 
 struct Fp16 {
@@ -152,6 +208,11 @@ struct Fp16 {
   static SWA_INLINE void store2(T* p, vf a, vf b) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)a, 0));
     _mm256_storeu_si256((__m256i*)(p + VL), _mm512_cvtps_ph((__m512)b, 0));
+  }
+  static constexpr int PER = 2;
+  static constexpr int place(int w, int i) { return 2 * w + i; }
+  static SWA_INLINE vf part(vu words, int i) {
+    return (vf)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)(words >> (16 * i))));
   }
 #elif defined(__AVX2__)
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) {
@@ -210,6 +271,9 @@ struct Int8 {
 #endif
   }
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
+  static constexpr int PER = 4;
+  static constexpr int place(int w, int i) { return 4 * w + i; }
+  static SWA_INLINE vf part(vu words, int i) { return __builtin_convertvector((vi)(words << (24 - 8 * i)) >> 24, vf); }
 };
 
 struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
@@ -225,12 +289,29 @@ struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
 #else
     for (int i = 0; i < VL; i++) bits[i] = p[i];
 #endif
+    return number(bits);
+  }
+  static SWA_INLINE vf number(vu bits) {  // of the lowest byte of each word
     // A float's exponent has bias 127; 2^120 makes up for it, denormals included. (NaN cannot occur: scales carry it.)
     vf magnitude = as_float((bits & 0x7fu) << 20) * 1.329227995784916e36f;
     return as_float((vu)magnitude | ((bits & 0x80u) << 24));
   }
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
+  static constexpr int PER = 4;
+  static constexpr int place(int w, int i) { return 4 * w + i; }
+  static SWA_INLINE vf part(vu words, int i) { return number(words >> (8 * i)); }
 };
+
+#if defined(SWA_COLUMNS)
+// The first `n` numbers of 16 words; zeros after them.
+template <class E>
+SWA_INLINE vu words_tail(const typename E::T* p, int n) {
+  uint64_t mask = (1ull << n) - 1;  // n < 64
+  if (sizeof(typename E::T) == 1) return (vu)_mm512_maskz_loadu_epi8((__mmask64)mask, p);
+  if (sizeof(typename E::T) == 2) return (vu)_mm512_maskz_loadu_epi16((__mmask32)mask, p);
+  return (vu)_mm512_maskz_loadu_epi32((__mmask16)mask, p);
+}
+#endif
 
 // The last chunk of a row whose head_dim is no multiple of CHUNK: `n` elements, zeros after them.
 template <class E>
