@@ -12,7 +12,7 @@ from typing import Any, overload
 
 import torch
 
-from .backends import compile_after, inner_compiler
+from .backends import compile_after, for_gaudi, inner_compiler
 from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
 from .capture import discover, first_line
@@ -155,33 +155,35 @@ def warmup(model: Any, batch: int = 1, length: int = 32) -> None:
     logger.info("swa_pass: captured and compiled in %.1f s", time.perf_counter() - started)
 
 
-def backend(inner: Any = "inductor", *, window_semantics: str = "graph") -> Any:
+def backend(inner: Any = "inductor", *, window_semantics: str | None = None) -> Any:
     """A Dynamo backend: the passes, then `inner`. For ``torch.compile(model, backend=swa_pass.backend(...))``.
 
-    Decode steps of stock optimum-habana code read rings that this backend keeps (docs/gaudi.md); its attribute `rings`
-    says how many bytes they take (`nbytes`), how many attentions read them (`matches`), and why others do not
-    (`refusals`).
+    On Gaudi, decode steps of stock optimum-habana code read rings that this backend keeps (docs/gaudi.md); its
+    attribute `rings` says how many bytes they take (`nbytes`), how many attentions read them (`matches`), and why
+    others do not (`refusals`).
 
     Args:
         inner: the compiler behind the passes: the name of a registered Dynamo backend (``"inductor"``, ``"eager"``,
             ``"aot_eager"``, ``"hpu_backend"``) or a callable ``(graph_module, example_inputs) -> callable``.
             `options` of torch.compile go on to it.
-        window_semantics: for stock optimum-habana code only. ``"graph"``: a query sees exactly the keys that the masks
-            in the graph show, which are window + 1 there. ``"hf"``: one key fewer, in prompts and afterwards, which is
-            what upstream transformers shows.
+        window_semantics: for stock optimum-habana code. ``"graph"`` (what None means on Gaudi): a query sees exactly
+            the keys that the masks in the graph show, which are window + 1 there. ``"hf"``: one key fewer, in prompts
+            and afterwards, which is what upstream transformers shows. Elsewhere None leaves stores without rings: while
+            a ring is ahead of a store, the store holds NaN.
 
     What is not proven stays as it is, and a graph that needs gradients is left alone. Raises ValueError for a name that
     no backend has, or an unknown window_semantics.
     """
     _check_backend(inner)
-    if window_semantics not in ("graph", "hf"):
+    if window_semantics not in (None, "graph", "hf"):
         raise ValueError(f'window_semantics={window_semantics!r}: use "graph" or "hf"')
     rings = Rings()
 
     @functools.wraps(dynamo_backend)
     def compile_graph(gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
         passed = {} if inner == "inductor" else options  # torch.compile gives Inductor its options by other ways
-        return compile_after(inner, gm, inputs, rings, window_semantics == "hf", **passed)
+        lends = window_semantics is not None or for_gaudi(inner, gm)
+        return compile_after(inner, gm, inputs, rings if lends else None, window_semantics == "hf", **passed)
 
     compile_graph.rings = rings  # type: ignore[attr-defined]
     return compile_graph

@@ -39,7 +39,7 @@ def compile_after(
     if needs_gradients(gm):
         logger.info("swa_pass: a graph that needs gradients is left alone")
         return compiler(gm, inputs, **options)
-    if not _for_gaudi(inner, gm):  # our operators mean nothing to hpu_backend
+    if not for_gaudi(inner, gm):  # our operators mean nothing to hpu_backend
         result = rewrite_graph(gm)
         if result.matches or result.left_alone:
             logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, result.left_alone)
@@ -57,7 +57,8 @@ def compile_after(
     return lent.around(compiler(lent.gm, [*lent.examples, *inputs], **options), rings)
 
 
-def _for_gaudi(inner: Any, gm: GraphModule) -> bool:
+def for_gaudi(inner: Any, gm: GraphModule) -> bool:
+    """Whether the graph goes to Intel's compiler, or runs on its device."""
     values = (example(node) for node in gm.graph.find_nodes(op="placeholder"))
     return inner == "hpu_backend" or any(isinstance(v, torch.Tensor) and v.device.type == "hpu" for v in values)
 

@@ -12,6 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
+#: First elements of symbols that stand for a computed number. No node of a graph can have such a name, so an element of
+#: an input, ``(name, *indices)``, is never taken for one.
+SIZE, MAX, FLOOR, IF = "size of", "max of", "floor of", "if it holds"
+
 # ---------------------------------------------------------------------------------------------- scalar formulas
 
 
@@ -58,11 +62,11 @@ class Lin:
 
 
 def _symbol_name(key: Any) -> str:
-    if isinstance(key, tuple) and key and key[0] == "max":
+    if isinstance(key, tuple) and key and key[0] == MAX:
         return f"max({key[1]}, {key[2]})"
-    if isinstance(key, tuple) and key and key[0] == "floor":
+    if isinstance(key, tuple) and key and key[0] == FLOOR:
         return f"floor(({key[1]}) / {key[2]})"
-    if isinstance(key, tuple) and key and key[0] == "if":
+    if isinstance(key, tuple) and key and key[0] == IF:
         return f"[{key[1]}]"
     if isinstance(key, tuple):
         return f"{key[0]}[{', '.join(map(str, key[1:]))}]"
@@ -133,7 +137,7 @@ def maximum(a: Lin, b: Lin) -> Lin:
     if (a - b).is_const:
         return a if (a - b).const >= 0 else b
     first, second = sorted((a, b), key=repr)
-    return Lin.symbol(("max", first, second))
+    return Lin.symbol((MAX, first, second))
 
 
 def minimum(a: Lin, b: Lin) -> Lin:
@@ -142,7 +146,7 @@ def minimum(a: Lin, b: Lin) -> Lin:
 
 def truth(condition: Any) -> Lin:
     """A condition as a number: 1 where it holds, 0 elsewhere."""
-    return Lin(int(condition)) if isinstance(condition, bool) else Lin.symbol(("if", condition))
+    return Lin(int(condition)) if isinstance(condition, bool) else Lin.symbol((IF, condition))
 
 
 #: Names of the index variables in a mask's formula.
@@ -157,16 +161,16 @@ def is_nonnegative(a: Lin) -> bool:
 def _never_negative(symbol: Any) -> bool:
     if symbol in INDEXES:
         return True
-    if isinstance(symbol, tuple) and symbol[0] == "max":
+    if isinstance(symbol, tuple) and symbol[0] == MAX:
         return any(part.is_const and part.const >= 0 for part in symbol[1:])
-    return isinstance(symbol, tuple) and symbol[0] in ("size", "if")
+    return isinstance(symbol, tuple) and symbol[0] in (SIZE, IF)
 
 
 def quotient(a: Lin, divisor: int) -> Lin:
     """``floor(a / divisor)``, `divisor` > 0, as an opaque symbol with a canonical name."""
     if a.is_const:
         return Lin(a.const // divisor)
-    return Lin.symbol(("floor", a, divisor))
+    return Lin.symbol((FLOOR, a, divisor))
 
 
 def remainder(a: Lin, divisor: int) -> Lin:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from .formula import Lin
+from .formula import SIZE, Lin
 
 _OPERATOR_NAMES = {
     operator.add: "add",
@@ -114,7 +114,7 @@ def integer(value: Any) -> Lin | None:
         if symbol.is_Number:
             const += int(symbol) * int(coefficient)
         else:
-            terms[("size", str(symbol))] = int(coefficient)
+            terms[(SIZE, str(symbol))] = int(coefficient)
     return Lin.build(const, terms)
 
 

@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 from torch.fx import Node
 
 from .formula import (
+    FLOOR,
     INDEXES,
     And,
     AtLeastZero,
@@ -239,7 +240,7 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
 
 def _chunk(parts: tuple[Any, ...], query: Lin, key: Lin) -> tuple[int | None, tuple[Any, ...]]:
     """C, if among the parts are both halves of ``floor(query / C) == floor(key / C)``; and the other parts."""
-    sizes = {k[2] for part in parts if isinstance(part, AtLeastZero) for k, _ in part.lin.terms if k[0] == "floor"}
+    sizes = {k[2] for part in parts if isinstance(part, AtLeastZero) for k, _ in part.lin.terms if k[0] == FLOOR}
     for size in sizes:
         ahead = quotient(query, size) - quotient(key, size)
         halves = {AtLeastZero(ahead), AtLeastZero(-ahead)}

@@ -122,7 +122,7 @@ class Inner:
 def behind(model, compiler="eager", **options):
     """(compiled, inner compiler, our backend)"""
     inner = Inner(compiler)
-    backend = swa_pass.backend(inner, **options)
+    backend = swa_pass.backend(inner, **{"window_semantics": "graph", **options})
     return torch.compile(model, backend=backend), inner, backend
 
 
@@ -355,6 +355,14 @@ def test_no_operator_of_ours_reaches_hpu_backend(monkeypatch):
             torch.compile(idioms.IndexCopy(), backend=swa_pass.backend(compiler))(TEXT[:2, :1], torch.tensor([0]))
     assert "swa_pass::attend_append" in seen[0]
     assert not [name for name in seen[1] if "swa_pass" in name]
+
+
+def test_stores_get_rings_on_gaudi_or_on_demand_only():
+    model, inner = Stock(), Inner()
+    backend = swa_pass.backend(inner)
+    Run(torch.compile(model, backend=backend)).all(2)
+    assert (backend.rings.matches, backend.rings.nbytes) == (0, 0)
+    assert not any(store.isnan().any() for layer in model.cache for store in layer)
 
 
 def test_window_semantics_that_nobody_knows():

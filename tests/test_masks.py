@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from swa_pass.formula import AtLeastZero, Lin, conjunction, disjunction, negation, quotient
+from swa_pass.formula import AtLeastZero, Lin, conjunction, disjunction, is_nonnegative, negation, quotient
 from swa_pass.graph import example, integer
 from swa_pass.masks import REFUSED, Mask, decide, prove
 
@@ -483,3 +483,9 @@ def test_a_mask_that_is_changed_in_place():
         assert found.kind == "unknown", fn.__name__
         assert "in place" in found.reason
     assert verdict(dynamo_graph, before_only, n).kind in ("sliding", "unknown")
+
+
+@pytest.mark.parametrize("name", ["size", "max", "floor", "if"])
+def test_an_input_is_never_taken_for_a_computed_number(name):
+    """Its elements may be negative, whatever it is called."""
+    assert not is_nonnegative(Lin.symbol((name, Lin(0))))

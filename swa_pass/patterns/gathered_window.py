@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch.fx import Node
 
-from ..formula import AtLeastZero, Lin, maximum, minimum, remainder, truth
+from ..formula import IF, AtLeastZero, Lin, maximum, minimum, remainder, truth
 from ..graph import shape_of
 from .moves import PLACE, moved_and_written
 from .state import StateUse
@@ -48,6 +48,6 @@ def _conditions(slot: object) -> list[AtLeastZero]:
     found: list[AtLeastZero] = []
     if isinstance(slot, Lin):
         for key, _ in slot.terms:
-            if isinstance(key, tuple) and key[0] == "if" and isinstance(key[1], AtLeastZero):
+            if isinstance(key, tuple) and key[0] == IF and isinstance(key[1], AtLeastZero):
                 found.append(key[1])
     return found

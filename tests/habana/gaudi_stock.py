@@ -56,7 +56,7 @@ def compiled(model: Any, **options: Any) -> tuple[Any, Inner, Any]:
     torch._dynamo.reset()
     counters.clear()
     inner = Inner()
-    backend = swa_pass.backend(inner, **options)
+    backend = swa_pass.backend(inner, **{"window_semantics": "graph", **options})  # as if on the device
     model.model = torch.compile(model.model, backend=backend)
     return model, inner, backend
 

@@ -156,7 +156,7 @@ def test_layer_by_layer_is_refused(references):
     """Regional compilation: the mask is made outside, so nothing is known about it."""
     torch._dynamo.reset()
     model, inner = stock("gemma2", references), Inner()
-    backend = swa_pass.backend(inner)
+    backend = swa_pass.backend(inner, window_semantics="graph")
     for index, layer in enumerate(model.model.layers):
         model.model.layers[index] = torch.compile(layer, backend=backend)
     assert distance(logits(model, "long"), references["gemma2"]["logits"]["long"][W + 1]) <= TOLERANCE

@@ -112,8 +112,10 @@ struct Attention {
 
   void score(int64_t r0, int64_t r1, const Run* block, int pieces) {
 #if defined(SWA_COLUMNS)
-    // Operations to transpose 16 keys, against those to sum along registers.
-    if (t.dim * 4 / E::PER < (r1 - r0) * 45 && r1 - r0 > 4) return score_by_columns(r0, r1, block, pieces);
+    // Operations to transpose 16 keys, against those to sum along registers. (Not for one-byte types: four numbers a word
+    // make the loops four times as long to compile, and widening them is most of the work anyway.)
+    if constexpr (!E::SCALED)
+      if (t.dim * 4 / E::PER < (r1 - r0) * 45 && r1 - r0 > 4) return score_by_columns(r0, r1, block, pieces);
 #endif
     for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) score_block(r0, r1, block[i], at);
   }
@@ -138,8 +140,6 @@ struct Attention {
         else score_columns<E, 8, false>(keys + j, t.dim, fetched, from, s.rows * CHUNK, r1 - r, to);
       }
     }
-    if (E::SCALED)
-      for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) scale_columns(r0, r1, at, block[i].k_scale, block[i].n);
   }
 #endif
 

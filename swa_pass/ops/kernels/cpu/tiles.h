@@ -138,7 +138,7 @@ static SWA_INLINE void score_columns(const typename E::T* const* keys, int64_t d
     ahead += VL * 64;
     transpose(words);
     const float* from = q + d / CHUNK * q_step + d % CHUNK;
-#pragma GCC unroll 16
+#pragma GCC unroll 4
     for (int w = 0; w < VL; w++) {
 #pragma GCC unroll 4
       for (int i = 0; i < E::PER; i++) {

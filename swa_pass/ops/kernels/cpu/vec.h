@@ -271,9 +271,6 @@ struct Int8 {
 #endif
   }
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
-  static constexpr int PER = 4;
-  static constexpr int place(int w, int i) { return 4 * w + i; }
-  static SWA_INLINE vf part(vu words, int i) { return __builtin_convertvector((vi)(words << (24 - 8 * i)) >> 24, vf); }
 };
 
 struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
@@ -297,9 +294,6 @@ struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
     return as_float((vu)magnitude | ((bits & 0x80u) << 24));
   }
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
-  static constexpr int PER = 4;
-  static constexpr int place(int w, int i) { return 4 * w + i; }
-  static SWA_INLINE vf part(vu words, int i) { return number(words >> (8 * i)); }
 };
 
 #if defined(SWA_COLUMNS)
@@ -307,7 +301,6 @@ struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
 template <class E>
 SWA_INLINE vu words_tail(const typename E::T* p, int n) {
   uint64_t mask = (1ull << n) - 1;  // n < 64
-  if (sizeof(typename E::T) == 1) return (vu)_mm512_maskz_loadu_epi8((__mmask64)mask, p);
   if (sizeof(typename E::T) == 2) return (vu)_mm512_maskz_loadu_epi16((__mmask32)mask, p);
   return (vu)_mm512_maskz_loadu_epi32((__mmask16)mask, p);
 }
