@@ -53,6 +53,37 @@ def test_case_53_memory_is_flat(family):
 
 
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@torch.no_grad()
+def test_case_74_the_same_text_every_time(family):
+    """Prompts in any order, then longer ones; logits of a step stay what they were when later steps run.
+
+    What went wrong elsewhere were replays of CUDA graphs that overwrite outputs. Those need a GPU
+    (benchmarks/gpu_check.py); this is the same on CPU, where outputs could share memory with a ring or with each other.
+    """
+    pair = shared_pair(family)
+    prompts = [token_ids(length) for length in (5, W, 3 * W + 1, 2, 2 * W)]
+
+    def text(ids, new):
+        cache, logits, kept = None, [], []
+        for _ in range(new):
+            out = pair.model(input_ids=ids, past_key_values=cache, use_cache=True)
+            cache = output_cache(out)
+            logits.append(out.logits)
+            kept.append(out.logits.clone())
+            ids = out.logits[:, -1].argmax(-1, keepdim=True)
+        assert all(torch.equal(late, early) for late, early in zip(logits, kept))
+        return [int(out[0, -1].argmax()) for out in kept]
+
+    def wanted(ids, new):
+        whole = pair.stock.generate(ids, max_new_tokens=new, do_sample=False, use_cache=False)
+        return whole[0, ids.shape[1] :].tolist()
+
+    for order, new in ((range(5), W + 2), (reversed(range(5)), W + 2), ((3, 0), 3 * W)):
+        for n in order:
+            assert text(prompts[n], new) == wanted(prompts[n], new)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
 def test_case_75_no_copy_of_a_store(family, monkeypatch):
     """In the graphs that Inductor generates code from, nothing touches a store but the fused operator.
 
