@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import swa_pass.ops  # noqa: F401  (registers the operators)
+from swa_pass.masks import ADDITIVE_HIDDEN
+from swa_pass.ops import gathered
 
 
 def error(a, b):
@@ -142,3 +143,7 @@ def test_bad_input(case):
     }
     with pytest.raises((ValueError, IndexError), match=message):
         torch.ops.swa_pass.attend_tokens(**change(args), scale=0.3)
+
+
+def test_operators_and_proofs_mean_the_same_by_hidden():
+    assert gathered.HIDDEN == ADDITIVE_HIDDEN

@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks import ADDITIVE_HIDDEN
 from . import schema
 from .build import take_over
-from .checks import _fail as fail
-from .checks import shape
+from .checks import fail, shape
+
+#: A mask's number at or below this hides a key (`masks.ADDITIVE_HIDDEN`; operators run without the prover).
+HIDDEN = -1e4
 
 SCHEMAS = {
     "attend_tokens": (
@@ -76,7 +77,7 @@ def attend_tokens(
     seen = None
     if mask is not None:
         mask = mask.reshape(queries, keys)
-        seen = mask if mask.dtype == torch.bool else mask > ADDITIVE_HIDDEN
+        seen = mask if mask.dtype == torch.bool else mask > HIDDEN
         # 0 * NaN is NaN: what no query sees may hold anything.
         unseen = ~seen.any(0)[:, None]
         k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
@@ -151,7 +152,7 @@ def attend_blocks(
     row = torch.where(mine, rows, batch).long()  # one row more, for what is nobody's
     hidden = ~mine[:, None]
     if bias is not None:
-        hidden = hidden | (bias <= ADDITIVE_HIDDEN)
+        hidden = hidden | (bias <= HIDDEN)
     k, v = (pages[blocks.long()].to(compute).masked_fill(hidden[:, None, :, None], 0) for pages in (k_pages, v_pages))
     grouped = F.pad(q, (0, 0, 0, 0, 0, 1))[row].to(compute).reshape(count, kv_heads, heads // kv_heads, dim)
     scores = torch.matmul(grouped, k.transpose(2, 3)) * scale  # (N, kv_heads, group, size)

@@ -26,7 +26,7 @@ using at::Tensor;
 using Maybe = std::optional<Tensor>;
 using Lists = std::vector<std::vector<SwaListed>>;
 
-constexpr float HIDDEN = -1e4f;      // a mask's number that hides a key (ADDITIVE_HIDDEN in masks.py)
+constexpr float HIDDEN = -1e4f;      // a mask's number that hides a key: HIDDEN in gathered.py
 constexpr int64_t MAX_QUERIES = 128;  // beyond, matrix products on what was gathered win
 
 const SwaListedKernels& kernels() {
