@@ -12,9 +12,9 @@ with no other work around them, so that the ratio is that of the attention. Idio
     listed   the window's slots of all rows in one list, all rows in one sequence, told apart by a mask that is an input
              (transformers' continuous batching)
 
-Stock is what Inductor makes of the same module, with `enable_gqa` (repeated heads are slower). It is not the best code that
-one could write: with a group's heads packed as queries, SDPA reads keys once (attention.py, "ring-sdpa"). So the ratio is
-what the pass does for code as it is usually written, and not a measure of the kernel. Interleaved; medians.
+Stock is what Inductor makes of the same module, with `enable_gqa` (repeated heads are slower). It is not the best code
+that one could write: with a group's heads packed as queries, SDPA reads keys once (attention.py, "ring-sdpa"). So the
+ratio is what the pass does for code as it is usually written, and not a measure of the kernel. Interleaved; medians.
 """
 
 from __future__ import annotations
