@@ -162,7 +162,9 @@ _VMAP_BORDERS = {"lazy_load_decompositions", "_vmap_increment_nesting", "_vmap_d
 _VIEWS = {
     *("getitem", "select", "slice", "narrow", "split", "chunk", "unbind", "reshape", "flatten", "view_as"),
     *("contiguous", "unsqueeze", "squeeze", "expand", "expand_as", "transpose", "permute", "t", "alias", "detach"),
-    *("detach_", "to", "broadcast_to"),
+    *("detach_", "to", "broadcast_to", "unflatten", "movedim", "moveaxis", "swapaxes", "swapdims", "as_strided"),
+    *("numpy_T", "diagonal", "unfold", "tensor_split", "hsplit", "vsplit", "ravel", "type_as", "float", "half"),
+    *("bfloat16", "double"),
 }
 
 
@@ -170,9 +172,10 @@ def may_come_earlier(node: Node) -> bool:
     """Whether `node` is the same at any place after its inputs: a view reads nothing, and a copy reads what the graph
     made and nobody changes."""
     name = op_name(node)
-    if name not in _VIEWS | {"unflatten", "clone"}:
+    if name not in _VIEWS | {"clone"}:
         return False
-    may_copy = name in ("contiguous", "reshape", "to", "flatten", "clone")
+    casts = ("to", "type_as", "float", "half", "bfloat16", "double")
+    may_copy = name in ("contiguous", "reshape", "flatten", "ravel", "clone", *casts)
     return not may_copy or (_is_made_here(_root(node)) and not writers_of(node.all_input_nodes[0]))
 
 

@@ -230,6 +230,27 @@ class TestRefusals:
 
         self.unchanged(Sharper())
 
+    def test_blocks_written_after_the_gather(self):
+        """In Dynamo's graph, where the blocks are a view by `unflatten` and not by `view`."""
+
+        class Late(idioms.FlatBlocks):
+            def weights(self, weights):
+                self.k_cache_0.zero_()
+                self.v_cache_0.zero_()
+                return weights
+
+        results = []
+        torch._dynamo.reset()
+        model = Late(layers=1)
+        compiled = torch.compile(model, backend=lambda gm, _: results.append(swa_pass.rewrite(gm)) or gm)
+        args = host_of(model).step(12)
+        with torch.no_grad():
+            want = Late(layers=1)(*args)
+            assert error(compiled(*args), want) < 1e-5
+        assert results[0].matches == 1
+        after = names(results[0].graph)
+        assert after.index("swa_pass::attend_blocks") < after.index("zero_")
+
     def test_a_change_in_place_between_the_steps(self):
         class Clipped(idioms.FlatBlocks):
             def weights(self, weights):

@@ -286,9 +286,6 @@ struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
 #else
     for (int i = 0; i < VL; i++) bits[i] = p[i];
 #endif
-    return number(bits);
-  }
-  static SWA_INLINE vf number(vu bits) {  // of the lowest byte of each word
     // A float's exponent has bias 127; 2^120 makes up for it, denormals included. (NaN cannot occur: scales carry it.)
     vf magnitude = as_float((bits & 0x7fu) << 20) * 1.329227995784916e36f;
     return as_float((vu)magnitude | ((bits & 0x80u) << 24));
