@@ -34,8 +34,8 @@ class CaptureError(RuntimeError):
     """The forward could not be captured as one graph; the message says why."""
 
 
-class _Captured(Exception):
-    """Stops a call after tracing, before anything runs."""
+class _Captured(BaseException):
+    """Stops a call after tracing, before anything runs. No `Exception`, or Dynamo would report a failing compiler."""
 
     def __init__(self, graph: GraphModule) -> None:
         self.graph = graph
@@ -129,10 +129,7 @@ def capture(model: Any, forward: Any) -> GraphModule:
     }
 
     def stop(gm: GraphModule, inputs: list[Any]) -> Any:
-        def run(*_: Any) -> Any:
-            raise _Captured(gm)
-
-        return run
+        raise _Captured(gm)  # here, not when the graph is called: Dynamo need not build guards
 
     started = time.perf_counter()
     with torch.no_grad(), torch._dynamo.config.patch(suppress_errors=False), quiet_capture(), tracing(model.config):
