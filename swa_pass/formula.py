@@ -198,7 +198,13 @@ def conjunction(a: Formula, b: Formula) -> Formula:
 
 
 def disjunction(a: Formula, b: Formula) -> Formula:
-    return _logical(Or, False, a, b)
+    """``a | b``, without what another part holds already: ``(x & y) | x`` is ``x``."""
+    whole = _logical(Or, False, a, b)
+    if not isinstance(whole, Or):
+        return whole
+    parts = {part: frozenset(part.parts if isinstance(part, And) else (part,)) for part in whole.parts}  # each once
+    kept = [part for part, needs in parts.items() if not any(other < needs for other in parts.values())]
+    return kept[0] if len(kept) == 1 else Or(tuple(kept))
 
 
 def negation(a: Formula) -> Formula:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -202,7 +204,19 @@ def _sum(node: Node, memo: dict[Node, Field]) -> Field:
 
 
 def _comparison(name: str) -> Reader:
-    return lambda node, memo: _binary(node, memo, _lift(COMPARISONS[name], node))
+    def compared(node: Node, memo: dict[Node, Field]) -> Field:
+        integers = _lift(COMPARISONS[name], node)
+
+        def compare(a: Formula, b: Formula) -> Formula:
+            if isinstance(a, Lin) and isinstance(b, float) and math.isinf(b):  # any integer is less than infinity
+                return bool(getattr(operator, name)(0.0, b))
+            if isinstance(b, Lin) and isinstance(a, float) and math.isinf(a):
+                return bool(getattr(operator, name)(a, 0.0))
+            return integers(a, b)
+
+        return _binary(node, memo, compare)
+
+    return compared
 
 
 for _name in COMPARISONS:
