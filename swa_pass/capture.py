@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compat import Cache, CacheLayerMixin, cache_argument, mixed_layers, state_layers, tracing
+from .compat import Cache, CacheLayerMixin, DynamicCache, cache_argument, mixed_layers, state_layers, tracing
 from .graph import example, shape_of
 from .log import logger, quiet_capture
 from .passes import Finding, find_sites
@@ -101,8 +101,10 @@ class ProbeCache(Cache):
         return self.layers[self.keyed].get_mask_sizes(query_length)
 
 
-def capture(model: Any, forward: Any) -> GraphModule:
+def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
     """The forward of `model` as one Dynamo graph, with a probe cache.
+
+    layers: how many the cache has; None: as many as the config says.
 
     Raises:
         CaptureError: the forward takes no cache, or Dynamo cannot trace it as one graph.
@@ -111,7 +113,8 @@ def capture(model: Any, forward: Any) -> GraphModule:
     if name is None:
         raise CaptureError("the model's forward takes no cache argument")
     device = next(model.parameters()).device
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if layers is None:
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     if layers is None:
         raise CaptureError(
             "the config names no num_hidden_layers, so it is no plain decoder that a cache can be made for"
@@ -182,7 +185,13 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
 
     Returns one spec per cache layer; `action` is what the run-time graphs are expected to do.
     """
-    gm = capture(model, forward)
+    try:
+        gm = capture(model, forward)
+    except CaptureError:
+        layers = _grown(model, forward)
+        if layers is None:
+            raise
+        gm = capture(model, forward, layers)
     findings = find_sites(gm)
     specs = [_spec(group) for group in _by_layer(findings).values()]
     specs += [_unmatched(view) for view in unmatched_views(gm, findings)]
@@ -193,6 +202,20 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
     if [spec.index for spec in specs] != list(range(len(specs))):
         raise CaptureError(f"the model writes cache layers {[spec.index for spec in specs]}, not 0, 1, 2, ...")
     return tuple(specs)
+
+
+def _grown(model: Any, forward: Any) -> int | None:
+    """How many layers a stock cache has after one token, where the model adds some of its own (it goes through some of
+    its layers more than once, with keys for each time); None if it adds none, or cannot be called like this."""
+    name, device = cache_argument(forward), next(model.parameters()).device
+    try:
+        cache = DynamicCache(config=model.config)
+        before = len(cache.layers)
+        with torch.no_grad():
+            forward(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=True, **{name: cache})
+    except Exception:
+        return None
+    return len(cache.layers) if len(cache.layers) > before > 0 else None
 
 
 def _by_layer(findings: list[Finding]) -> dict[int, list[Finding]]:

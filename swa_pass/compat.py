@@ -137,6 +137,7 @@ __all__ = [
     "TRANSFORMERS",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
     "cache_argument",
     "check_transformers",
     "generate_cache_key",
