@@ -24,7 +24,8 @@ from .passes import Finding, find_sites
 from .passes.find import UnmatchedView, unmatched_views
 from .spec import LayerSpec
 
-#: Capacity of the stores that the probe pretends to have; any value, nothing is allocated or computed.
+#: Capacity of the stores that the probe pretends to have; any value, nothing is allocated or computed. A model with
+#: fewer positions gets as many (`_slots`): it may have tables of that size.
 _PROBE_SLOTS = 320
 #: New tokens in the probe: more than one, so that decode shortcuts do not hide the mask.
 _PROBE_TOKENS = 3
@@ -47,9 +48,10 @@ class ProbeLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, index: int, lengths: Tensor) -> None:
+    def __init__(self, index: int, lengths: Tensor, slots: int) -> None:
         self.index = index
         self.lengths = lengths
+        self.slots = slots
         self.is_initialized = True
 
     @property
@@ -68,7 +70,7 @@ class ProbeLayer(CacheLayerMixin):
         stores = []
         for new in (key_states, value_states):
             batch, kv_heads, _, head_dim = new.shape
-            stores.append(new.new_empty(batch, kv_heads, _PROBE_SLOTS, head_dim))
+            stores.append(new.new_empty(batch, kv_heads, self.slots, head_dim))
         keys = ops.view.default(stores[0], key_states, self.lengths, 0, self.index)
         values = ops.view.default(stores[1], value_states, self.lengths, 0, self.index)
         ops.append.default(key_states, value_states, stores[0], stores[1], self.lengths, window=0)
@@ -78,7 +80,7 @@ class ProbeLayer(CacheLayerMixin):
         return self.lengths[0]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        return _PROBE_SLOTS, 0
+        return self.slots, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -89,10 +91,10 @@ class ProbeCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, layers: int, device: torch.device, states: dict[int, Any]) -> None:
-        lengths = torch.full((1,), _PROBE_SLOTS // 2, dtype=torch.int64, device=device)
+    def __init__(self, layers: int, device: torch.device, states: dict[int, Any], slots: int = _PROBE_SLOTS) -> None:
+        lengths = torch.full((1,), slots // 2, dtype=torch.int64, device=device)
         self.keyed = next((i for i in range(layers) if i not in states), 0)
-        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths) for i in range(layers)])
+        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths, slots) for i in range(layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.layers[self.keyed].get_seq_length()
@@ -127,7 +129,7 @@ def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
         )
     kwargs = {
         "input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
-        name: ProbeCache(layers, device, state_layers(model.config)),
+        name: ProbeCache(layers, device, state_layers(model.config), _slots(model.config)),
         "use_cache": True,
     }
 
@@ -147,6 +149,12 @@ def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
         except Exception as error:
             raise CaptureError(f"Dynamo could not capture the forward as one graph: {first_line(error)}") from error
     raise CaptureError("the forward ran without reaching a graph")
+
+
+def _slots(config: Any) -> int:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    known = isinstance(positions, int) and not isinstance(positions, bool) and positions > 2 * _PROBE_TOKENS
+    return min(_PROBE_SLOTS, positions) if known else _PROBE_SLOTS  # type: ignore[type-var]
 
 
 def call(forward: Any, kwargs: dict[str, Any]) -> Any:

@@ -12,7 +12,7 @@ LEFT = {
     "minimax": "cache of its own",
     "inkling_text": "convolution or recurrence state in one layer",
     "blt": "",  # byte patches: the stock cache of this release cannot be made
-    "gpt_neo": "broadcast",  # the mask is a buffer sliced by the number of keys
+    "gpt_neo": "cut by the number of keys",  # its window is in a buffer, sliced as if the last key were the query's
     "doge": "not proven",  # keys are chosen by their content
     "inkling2_text": "convolution or recurrence state in one layer",
     "inkling2_loop_text": "convolution or recurrence state in one layer",
