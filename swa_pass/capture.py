@@ -11,6 +11,7 @@ import itertools
 import re
 import time
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -153,8 +154,9 @@ def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
 
 def _slots(config: Any) -> int:
     positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    known = isinstance(positions, int) and not isinstance(positions, bool) and positions > 2 * _PROBE_TOKENS
-    return min(_PROBE_SLOTS, positions) if known else _PROBE_SLOTS  # type: ignore[type-var]
+    if type(positions) is not int or positions <= 2 * _PROBE_TOKENS:
+        return _PROBE_SLOTS
+    return min(_PROBE_SLOTS, positions)
 
 
 def call(forward: Any, kwargs: dict[str, Any]) -> Any:
@@ -206,6 +208,8 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
     written = {spec.index for spec in specs}
     device = next(model.parameters()).device
     specs += [_state(index, device) for index in state_layers(model.config) if index not in written]
+    if any(spec.action == "rewritten" for spec in specs):  # then the cache is ours, and those keys' own numbers with it
+        specs = [replace(s, kind="other", action="refused") if s.kind == "picked" else s for s in specs]
     specs.sort(key=lambda spec: spec.index)
     if [spec.index for spec in specs] != list(range(len(specs))):
         raise CaptureError(f"the model writes cache layers {[spec.index for spec in specs]}, not 0, 1, 2, ...")
@@ -215,7 +219,7 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
 def _grown(model: Any, forward: Any) -> int | None:
     """How many layers a stock cache has after one token, where the model adds some of its own (it goes through some of
     its layers more than once, with keys for each time); None if it adds none, or cannot be called like this."""
-    name, device = cache_argument(forward), next(model.parameters()).device
+    name, device = cache_argument(forward) or "", next(model.parameters()).device
     try:
         cache = DynamicCache(config=model.config)
         before = len(cache.layers)
@@ -238,11 +242,15 @@ def _spec(group: list[Finding]) -> LayerSpec:
     refusal = next((f.refusal for f in group if f.refusal), "")
     if not refusal and any(f.mask != first.mask for f in group):
         refusal = f"{len(group)} attentions read this layer's keys under different masks"
+    picked = all(f.mask.kind == "picked" and not f.problem for f in group)
     if any(f.keys.store is not first.keys.store for f in group):
+        picked = False
         refusal = f"the model writes cache layer {first.layer} more than once in one forward"
     keys, values = example(first.keys.new), example(first.values.new)
     kind, action, reason = first.mask.kind, "rewritten", ""
-    if refusal:
+    if picked:
+        action, reason = "kept", refusal
+    elif refusal:
         kind, action, reason = "other", "refused", refusal
     elif kind == "full":
         action, reason = "kept", "global attention: every earlier key is visible, so there is nothing to evict"

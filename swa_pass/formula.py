@@ -129,7 +129,26 @@ class Opaque:
         return f"<{self.why}>"
 
 
-Formula: TypeAlias = Lin | AtLeastZero | And | Or | Not | Select | Opaque | bool | float
+@dataclass(frozen=True)
+class Datum(Opaque):
+    """A number that is not understood either, but is computed from weights and kept keys and values alone: no position
+    has a part in it. `node` computes a tensor of them, this one stands at `place`."""
+
+    node: str
+    place: tuple[Lin, ...]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Whether `value` at this place is among the largest of its row, along the keys."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"top({self.value})"
+
+
+Formula: TypeAlias = Ranked | Lin | AtLeastZero | And | Or | Not | Select | Opaque | bool | float
 
 
 def maximum(a: Lin, b: Lin) -> Lin:
@@ -164,6 +183,17 @@ def _never_negative(symbol: Any) -> bool:
     if isinstance(symbol, tuple) and symbol[0] == MAX:
         return any(part.is_const and part.const >= 0 for part in symbol[1:])
     return isinstance(symbol, tuple) and symbol[0] in (SIZE, IF)
+
+
+def moves_with(a: Lin, index: str) -> bool:
+    """Whether a form may change with an index, or with anything but indices."""
+    return any(_may_move(symbol, index) for symbol, _ in a.terms)
+
+
+def _may_move(symbol: Any, index: str) -> bool:
+    if isinstance(symbol, tuple) and symbol[0] == FLOOR:
+        return moves_with(symbol[1], index)
+    return symbol == index or symbol not in INDEXES
 
 
 def quotient(a: Lin, divisor: int) -> Lin:

@@ -13,7 +13,7 @@ LEFT = {
     "inkling_text": "convolution or recurrence state in one layer",
     "blt": "",  # byte patches: the stock cache of this release cannot be made
     "gpt_neo": "cut by the number of keys",  # its window is in a buffer, sliced as if the last key were the query's
-    "doge": "not proven",  # keys are chosen by their content
+    "doge": "a window of 8 slides, but",  # within it keys are chosen and weighed by their content
     "inkling2_text": "convolution or recurrence state in one layer",
     "inkling2_loop_text": "convolution or recurrence state in one layer",
     "zaya": "convolution or recurrence state in one layer",
