@@ -11,20 +11,22 @@ import itertools
 import re
 import time
 import types
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compat import Cache, CacheLayerMixin, cache_argument, mixed_layers, state_layers, tracing
+from .compat import Cache, CacheLayerMixin, DynamicCache, cache_argument, mixed_layers, state_layers, tracing
 from .graph import example, shape_of
 from .log import logger, quiet_capture
 from .passes import Finding, find_sites
 from .passes.find import UnmatchedView, unmatched_views
 from .spec import LayerSpec
 
-#: Capacity of the stores that the probe pretends to have; any value, nothing is allocated or computed.
+#: Capacity of the stores that the probe pretends to have; any value, nothing is allocated or computed. A model with
+#: fewer positions gets as many (`_slots`): it may have tables of that size.
 _PROBE_SLOTS = 320
 #: New tokens in the probe: more than one, so that decode shortcuts do not hide the mask.
 _PROBE_TOKENS = 3
@@ -47,9 +49,10 @@ class ProbeLayer(CacheLayerMixin):
     is_sliding = False
     is_compileable = False
 
-    def __init__(self, index: int, lengths: Tensor) -> None:
+    def __init__(self, index: int, lengths: Tensor, slots: int) -> None:
         self.index = index
         self.lengths = lengths
+        self.slots = slots
         self.is_initialized = True
 
     @property
@@ -68,7 +71,7 @@ class ProbeLayer(CacheLayerMixin):
         stores = []
         for new in (key_states, value_states):
             batch, kv_heads, _, head_dim = new.shape
-            stores.append(new.new_empty(batch, kv_heads, _PROBE_SLOTS, head_dim))
+            stores.append(new.new_empty(batch, kv_heads, self.slots, head_dim))
         keys = ops.view.default(stores[0], key_states, self.lengths, 0, self.index)
         values = ops.view.default(stores[1], value_states, self.lengths, 0, self.index)
         ops.append.default(key_states, value_states, stores[0], stores[1], self.lengths, window=0)
@@ -78,7 +81,7 @@ class ProbeLayer(CacheLayerMixin):
         return self.lengths[0]
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        return _PROBE_SLOTS, 0
+        return self.slots, 0
 
     def get_max_length(self) -> int:
         return -1
@@ -89,10 +92,10 @@ class ProbeCache(Cache):
 
     layers: list[Any]
 
-    def __init__(self, layers: int, device: torch.device, states: dict[int, Any]) -> None:
-        lengths = torch.full((1,), _PROBE_SLOTS // 2, dtype=torch.int64, device=device)
+    def __init__(self, layers: int, device: torch.device, states: dict[int, Any], slots: int = _PROBE_SLOTS) -> None:
+        lengths = torch.full((1,), slots // 2, dtype=torch.int64, device=device)
         self.keyed = next((i for i in range(layers) if i not in states), 0)
-        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths) for i in range(layers)])
+        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths, slots) for i in range(layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.layers[self.keyed].get_seq_length()
@@ -101,8 +104,10 @@ class ProbeCache(Cache):
         return self.layers[self.keyed].get_mask_sizes(query_length)
 
 
-def capture(model: Any, forward: Any) -> GraphModule:
+def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
     """The forward of `model` as one Dynamo graph, with a probe cache.
+
+    layers: how many the cache has; None: as many as the config says.
 
     Raises:
         CaptureError: the forward takes no cache, or Dynamo cannot trace it as one graph.
@@ -111,7 +116,8 @@ def capture(model: Any, forward: Any) -> GraphModule:
     if name is None:
         raise CaptureError("the model's forward takes no cache argument")
     device = next(model.parameters()).device
-    layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
+    if layers is None:
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", None)
     if layers is None:
         raise CaptureError(
             "the config names no num_hidden_layers, so it is no plain decoder that a cache can be made for"
@@ -124,7 +130,7 @@ def capture(model: Any, forward: Any) -> GraphModule:
         )
     kwargs = {
         "input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
-        name: ProbeCache(layers, device, state_layers(model.config)),
+        name: ProbeCache(layers, device, state_layers(model.config), _slots(model.config)),
         "use_cache": True,
     }
 
@@ -141,6 +147,13 @@ def capture(model: Any, forward: Any) -> GraphModule:
         except Exception as error:
             raise CaptureError(f"Dynamo could not capture the forward as one graph: {first_line(error)}") from error
     raise CaptureError("the forward ran without reaching a graph")
+
+
+def _slots(config: Any) -> int:
+    positions = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if type(positions) is not int or positions <= 2 * _PROBE_TOKENS:
+        return _PROBE_SLOTS
+    return min(_PROBE_SLOTS, positions)
 
 
 def call(forward: Any, kwargs: dict[str, Any]) -> Any:
@@ -179,17 +192,39 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
 
     Returns one spec per cache layer; `action` is what the run-time graphs are expected to do.
     """
-    gm = capture(model, forward)
+    try:
+        gm = capture(model, forward)
+    except CaptureError:
+        layers = _grown(model, forward)
+        if layers is None:
+            raise
+        gm = capture(model, forward, layers)
     findings = find_sites(gm)
     specs = [_spec(group) for group in _by_layer(findings).values()]
     specs += [_unmatched(view) for view in unmatched_views(gm, findings)]
     written = {spec.index for spec in specs}
     device = next(model.parameters()).device
     specs += [_state(index, device) for index in state_layers(model.config) if index not in written]
+    if any(spec.action == "rewritten" for spec in specs):  # then the cache is ours, and those keys' own numbers with it
+        specs = [replace(s, kind="other", action="refused") if s.kind == "picked" else s for s in specs]
     specs.sort(key=lambda spec: spec.index)
     if [spec.index for spec in specs] != list(range(len(specs))):
         raise CaptureError(f"the model writes cache layers {[spec.index for spec in specs]}, not 0, 1, 2, ...")
     return tuple(specs)
+
+
+def _grown(model: Any, forward: Any) -> int | None:
+    """How many layers a stock cache has after one token, where the model adds some of its own (it goes through some of
+    its layers more than once, with keys for each time); None if it adds none, or cannot be called like this."""
+    name, device = cache_argument(forward) or "", next(model.parameters()).device
+    try:
+        cache = DynamicCache(config=model.config)
+        before = len(cache.layers)
+        with torch.no_grad():
+            forward(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=device), use_cache=True, **{name: cache})
+    except Exception:
+        return None
+    return len(cache.layers) if len(cache.layers) > before > 0 else None
 
 
 def _by_layer(findings: list[Finding]) -> dict[int, list[Finding]]:
@@ -204,11 +239,15 @@ def _spec(group: list[Finding]) -> LayerSpec:
     refusal = next((f.refusal for f in group if f.refusal), "")
     if not refusal and any(f.mask != first.mask for f in group):
         refusal = f"{len(group)} attentions read this layer's keys under different masks"
+    picked = all(f.mask.kind == "picked" and not f.problem for f in group)
     if any(f.keys.store is not first.keys.store for f in group):
+        picked = False
         refusal = f"the model writes cache layer {first.layer} more than once in one forward"
     keys, values = example(first.keys.new), example(first.values.new)
     kind, action, reason = first.mask.kind, "rewritten", ""
-    if refusal:
+    if picked:
+        action, reason = "kept", refusal
+    elif refusal:
         kind, action, reason = "other", "refused", refusal
     elif kind == "full":
         action, reason = "kept", "global attention: every earlier key is visible, so there is nothing to evict"

@@ -87,6 +87,13 @@ def stock_windows(config: Any) -> list[int | None]:
     return [getattr(layer, "sliding_window", None) if getattr(layer, "is_sliding", False) else None for layer in layers]
 
 
+def own_layers(config: Any) -> dict[int, str]:
+    """The layers of the model's own DynamicCache of which transformers' caches know nothing, with the name of their
+    class: the model made it for itself, and its masks may ask it things."""
+    kinds = {i: type(layer) for i, layer in enumerate(_stock_layers(config))}
+    return {i: kind.__qualname__ for i, kind in kinds.items() if kind.__module__ != cache_utils.__name__}
+
+
 def tracing(config: Any) -> AbstractContextManager[Any]:
     """For calls that Dynamo traces: with flex_attention, torch warns about an argument that transformers gives it, and
     Dynamo cannot trace a warning. Costs nothing for any other attention implementation."""
@@ -130,11 +137,13 @@ __all__ = [
     "TRANSFORMERS",
     "Cache",
     "CacheLayerMixin",
+    "DynamicCache",
     "cache_argument",
     "check_transformers",
     "generate_cache_key",
     "mixed_layers",
     "output_cache",
+    "own_layers",
     "ready_for_hidden_states",
     "state_layers",
     "stock_windows",

@@ -129,7 +129,26 @@ class Opaque:
         return f"<{self.why}>"
 
 
-Formula: TypeAlias = Lin | AtLeastZero | And | Or | Not | Select | Opaque | bool | float
+@dataclass(frozen=True)
+class Datum(Opaque):
+    """A number that is not understood either, but is computed from weights and kept keys and values alone: no position
+    has a part in it. `node` computes a tensor of them, this one stands at `place`."""
+
+    node: str
+    place: tuple[Lin, ...]
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """Whether `value` at this place is among the largest of its row, along the keys."""
+
+    value: Any
+
+    def __str__(self) -> str:
+        return f"top({self.value})"
+
+
+Formula: TypeAlias = Ranked | Lin | AtLeastZero | And | Or | Not | Select | Opaque | bool | float
 
 
 def maximum(a: Lin, b: Lin) -> Lin:
@@ -166,6 +185,17 @@ def _never_negative(symbol: Any) -> bool:
     return isinstance(symbol, tuple) and symbol[0] in (SIZE, IF)
 
 
+def moves_with(a: Lin, index: str) -> bool:
+    """Whether a form may change with an index, or with anything but indices."""
+    return any(_may_move(symbol, index) for symbol, _ in a.terms)
+
+
+def _may_move(symbol: Any, index: str) -> bool:
+    if isinstance(symbol, tuple) and symbol[0] == FLOOR:
+        return moves_with(symbol[1], index)
+    return symbol == index or symbol not in INDEXES
+
+
 def quotient(a: Lin, divisor: int) -> Lin:
     """``floor(a / divisor)``, `divisor` > 0, as an opaque symbol with a canonical name."""
     if a.is_const:
@@ -198,7 +228,13 @@ def conjunction(a: Formula, b: Formula) -> Formula:
 
 
 def disjunction(a: Formula, b: Formula) -> Formula:
-    return _logical(Or, False, a, b)
+    """``a | b``, without what another part holds already: ``(x & y) | x`` is ``x``."""
+    whole = _logical(Or, False, a, b)
+    if not isinstance(whole, Or):
+        return whole
+    parts = {part: frozenset(part.parts if isinstance(part, And) else (part,)) for part in whole.parts}  # each once
+    kept = [part for part, needs in parts.items() if not any(other < needs for other in parts.values())]
+    return kept[0] if len(kept) == 1 else Or(tuple(kept))
 
 
 def negation(a: Formula) -> Formula:

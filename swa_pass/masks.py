@@ -7,6 +7,7 @@ depend on, and a conjunction of bounds on ``d`` is decided exactly, for *all* po
     d >= 0                                        full causal
     d >= 0  and  d <= W - 1                       sliding causal: W keys, the query's own included
     d >= 0  and  floor(query/C) == floor(key/C)   chunked: the query's own chunk of C, up to itself
+    top(data) and d >= 0, or data on d >= 0       picked: by numbers that belong to a key, at any distance
     anything else                                 named, and refused
 
 Nothing is probed numerically and no configuration is read.
@@ -26,17 +27,20 @@ from .formula import (
     INDEXES,
     And,
     AtLeastZero,
+    Datum,
     Field,
     Formula,
     Lin,
     Not,
     Opaque,
     Or,
+    Ranked,
     Select,
     broadcast_at,
     conjunction,
     is_nonnegative,
     is_one,
+    moves_with,
     negation,
     quotient,
 )
@@ -48,7 +52,7 @@ ADDITIVE_HIDDEN = -1e4
 
 
 #: Verdicts about which nothing can be said that a rewrite could use; each comes with a reason.
-REFUSED = ("unknown", "bidirectional", "blocks")
+REFUSED = ("unknown", "bidirectional", "blocks", "picked")
 
 
 #: A sentence, or what makes it once it is read: formulas can be long.
@@ -61,7 +65,8 @@ class Mask:
 
     kind: ``"full"`` (causal, no limit), ``"sliding"`` (causal, `window` keys including self), ``"chunked"`` (causal
     within chunks of `window` keys), ``"bidirectional"``, ``"blocks"`` (causal, and more keys by another rule: a prefix,
-    an image), ``"unknown"``, or ``"given"`` (`GIVEN`: it stays, so nothing was proven).
+    an image), ``"picked"`` (causal, and keys are chosen or weighed by their content), ``"unknown"``, or ``"given"``
+    (`GIVEN`: it stays, so nothing was proven).
     why: for those that are `refused`, which part of the formula stands against a rewrite (`reason`, before it is read).
     seen: where slots fill one by one, how many tokens the mask says came before this step.
     """
@@ -114,9 +119,10 @@ def prove(
     query = Lin(0) if is_one(queries) else Lin.symbol("q")
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
     index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-tensor.ndim :]
-    formula = _visible(broadcast_at(tensor, index))
+    value = broadcast_at(tensor, index)
+    formula = _visible(value)
     if isinstance(formula, Mask):
-        return formula
+        return _picked(value, query_offset + query, key_offset + key) or formula
     if not fills:
         return decide(formula, query_offset + query, key_offset + key)
     first, formula = _first_slot(formula, key)
@@ -236,6 +242,38 @@ def decide(formula: Formula, query: Lin, key: Lin) -> Mask:
     if upper < 0:
         return unknown("the mask hides every key")
     return Mask("sliding", window=upper + 1)
+
+
+def _picked(value: Formula, query: Lin, key: Lin) -> Mask | None:
+    """The verdict ``"picked"``, if an additive mask shows earlier keys by numbers that belong to the keys.
+
+    Such a number is the same for every query, so where one query passes a key by, that is because of other keys and not
+    of how far away it is: a later query may see it again.
+    """
+    causal: Formula = True
+    rankings = []
+    while isinstance(value, Select) and _hides(value.b):
+        if isinstance(value.condition, Ranked):
+            rankings.append(_picked(value.condition.value, query, key))
+        else:
+            causal = conjunction(causal, value.condition)
+        value = value.a
+    if not isinstance(value, Datum) or any(moves_with(place, "q") for place in value.place):
+        return None
+    shown, what = decide(causal, query, key), "numbers that are computed from the kept keys or values"
+    if shown.kind == "sliding":
+        return unknown(
+            f"a window of {shown.window} slides, but within it {what} decide which keys a query sees and how much they "
+            "count, for which the fused attention has no place"
+        )
+    if shown.kind != "full" or any(ranking is None or ranking.kind != "picked" for ranking in rankings):
+        return None
+    return Mask(
+        "picked",
+        None,
+        f"{what} decide which earlier keys a query sees and how much they count, at any distance: no window slides, "
+        "and any key may be needed again",
+    )
 
 
 def _chunk(parts: tuple[Any, ...], query: Lin, key: Lin) -> tuple[int | None, tuple[Any, ...]]:

@@ -28,7 +28,7 @@ from .capture import CaptureError, call, discover, first_line, own_code
 from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers, tracing
 from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
-from .passes import Rewrite, rewrite_graph
+from .passes import Rewrite, counts_from_first, rewrite_graph
 from .pieces import compile_in_pieces
 from .spec import LayerSpec
 
@@ -277,6 +277,8 @@ class Step:
 
     rewrites: what the passes did to each graph that was compiled.
     failed: forms that Dynamo could not compile, and why.
+    from_first: forms in which rings count from their first key (`StoreLayer.get_query_offset`): what Dynamo cannot
+        trace otherwise.
     """
 
     def __init__(self, runtime: Runtime, kind: str) -> None:
@@ -284,25 +286,46 @@ class Step:
         self.kind = kind
         self.failed: dict[Hashable, str] = {}
         self.rewrites: list[Rewrite] = []
+        self.from_first: set[Hashable] = set()
         self._compiled: dict[Hashable, Any] = {}
 
     def run(self, form: Hashable, kwargs: dict[str, Any], cache: HybridCache) -> Any:
+        try:
+            return self._run(form, kwargs, cache)
+        except torch._dynamo.exc.Unsupported as error:
+            if form in self.from_first:
+                raise
+            self.from_first.add(form)
+            del self._compiled[form]
+            try:
+                return self._run(form, kwargs, cache)
+            except _DYNAMO_ERRORS:
+                raise error from None  # what the model itself does is the better reason
+
+    def _run(self, form: Hashable, kwargs: dict[str, Any], cache: HybridCache) -> Any:
+        from_first = form in self.from_first
         if form not in self._compiled:
-            self._compiled[form] = torch.compile(own_code(call), backend=self._compile, fullgraph=True)
+            backend = self._compile_from_first if from_first else self._compile
+            self._compiled[form] = torch.compile(own_code(call), backend=backend, fullgraph=True)
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = plain_copy(kwargs[name])
                 if self.kind == "prefill":
                     torch._dynamo.maybe_mark_dynamic(kwargs[name], dim % kwargs[name].ndim)
-        cache.clock.managed = True
+        cache.clock.managed, cache.clock.from_first = True, from_first
         try:
             with tracing(self.runtime.model.config):
                 return self._compiled[form](self.runtime.stock, kwargs)
         finally:
-            cache.clock.managed = False
+            cache.clock.managed = cache.clock.from_first = False
 
-    def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+    def _compile_from_first(self, gm: torch.fx.GraphModule, inputs: list[Any], **options: Any) -> Any:
+        return self._compile(gm, inputs, from_first=True)
+
+    def _compile(self, gm: torch.fx.GraphModule, inputs: list[Any], from_first: bool = False, **options: Any) -> Any:
         rewrite = rewrite_graph(gm, lower=self.runtime.decode_linear, states=False)
+        if from_first and counts_from_first(gm):
+            raise RuntimeError("something but proven attention uses positions that are counted from a ring's first key")
         self.rewrites.append(rewrite)
         compiled = _compile_with(self.runtime.backends[self.kind], gm, inputs)
         if not rewrite.views_left:

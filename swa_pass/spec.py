@@ -12,7 +12,8 @@ import torch
 class LayerSpec:
     """One cache layer, as proven from the captured graph.
 
-    kind: ``"sliding"``, ``"full"``, ``"chunked"``, ``"state"`` (no keys: a convolution or recurrence) or ``"other"``.
+    kind: ``"sliding"``, ``"full"``, ``"chunked"``, ``"picked"`` (by the keys' content), ``"state"`` (no keys: a
+    convolution or recurrence) or ``"other"``.
     window: keys a query sees, self included, or None.
     action: ``"rewritten"`` (ring and fused attention), ``"kept"`` (not sliding: nothing to gain from a ring) or
     ``"refused"``.  reason: one sentence, for everything that is not rewritten.

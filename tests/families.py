@@ -33,7 +33,7 @@ from swa_pass.api import runtime_of
 
 ENTRIES: list[dict[str, Any]] = json.loads((Path(__file__).parent / "families.json").read_text())
 BY_NAME = {entry["family"]: entry for entry in ENTRIES}
-LETTERS = {"sliding": "s", "full": "f", "chunked": "c", "state": "-", "other": "?"}
+LETTERS = {"sliding": "s", "full": "f", "chunked": "c", "picked": "p", "state": "-", "other": "?"}
 PADS = 3
 #: What is as it should be; anything else is refused, not built, or runs eager on rings.
 DONE = ("rewritten", "kept")
@@ -217,7 +217,8 @@ def table(rows: list[Row]) -> str:
         f"{len(rows)} configurations: {done} rewritten or rightly left alone, {len(rows) - done} refused or not built,",
         f"{wrong} wrong. Of the {len(swept)} that a first sweep of the sliding families found: {good} so.",
         "",
-        "Layers: s sliding, f full, c chunked, - no keys (convolution or recurrence), ? not understood.",
+        "Layers: s sliding, f full, c chunked, p keys picked by content, - no keys (convolution or recurrence), ? not",
+        "understood.",
         "compiled: calls through our graphs. \\|d logits\\|: against stock. tells: the same for a window changed by",
         "one, which must be far larger.",
         "",

@@ -14,25 +14,37 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import swa_pass
+from swa_pass.api import missing_for_inductor
 from swa_pass.capture import ProbeCache, own_code
 from swa_pass.passes import Finding, find_sites
 
 W = 8
 
 
-def flex_pair(family: str, **overrides: Any) -> Pair:
+def flex_pair(family: str, backend: str = "eager", **overrides: Any) -> Pair:
     """An applied model on flex_attention, and its twin on the attention that `family` has by itself."""
     stock = tiny(family, **overrides)
     model = copy.deepcopy(stock)
     model.set_attn_implementation("flex_attention")
-    return Pair(swa_pass.apply(model, backend="eager"), stock)
+    return Pair(swa_pass.apply(model, backend=backend), stock)
 
 
-@pytest.mark.parametrize("family", [pytest.param("gemma3", marks=pytest.mark.extended), "mistral"])
-def test_model_on_flex_attention(family: str) -> None:
+NEEDS_COMPILER = pytest.mark.skipif(bool(missing_for_inductor()), reason="Inductor needs a C++ compiler")
+
+
+@pytest.mark.parametrize(
+    ("family", "backend"),
+    [
+        pytest.param("gemma3", "eager", marks=pytest.mark.extended, id="gemma3-eager"),
+        pytest.param("gemma3", "inductor", marks=[pytest.mark.extended, NEEDS_COMPILER], id="gemma3-inductor"),
+        pytest.param("mistral", "eager", id="mistral-eager"),
+        pytest.param("mistral", "inductor", marks=NEEDS_COMPILER, id="mistral-inductor"),
+    ],
+)
+def test_model_on_flex_attention(family: str, backend: str) -> None:
     """Prefill and decode past the window, a row left padded: every layer matched in every graph, logits of stock."""
     extra = {"attn_logit_softcapping": 5.0, "layer_types": [S, F]} if family == "gemma3" else {"num_hidden_layers": 1}
-    pair = flex_pair(family, **extra)
+    pair = flex_pair(family, backend, **extra)
     pair.stock.set_attn_implementation("eager")
     _, ids, mask, _ = left_padded([2 * W + 3, 2 * W], 4 * W)
     got, _ = feed(pair, ids, one_by_one(2 * W + 3, 2 * W - 3), attention_mask=mask)

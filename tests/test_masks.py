@@ -214,6 +214,34 @@ def scaled_query(n):
     return k <= 2 * q
 
 
+def sliding_or_causal(n):
+    return sliding(n) | causal(n)
+
+
+def sliding_or_a_prefix_without_end(n):
+    q, k = grid(n)
+    return sliding(n) | ((k <= q) & (k - n[0] < float("inf")))
+
+
+def sliding_or_an_empty_prefix(n):
+    q, k = grid(n)
+    return sliding(n) | ((k <= q) & (float("inf") <= k))
+
+
+def sliding_or_a_prefix(n):
+    q, k = grid(n)
+    return sliding(n) | ((k <= q) & (k < 4))
+
+
+def sliding_or_a_prefix_to_a_fraction(n):
+    q, k = grid(n)
+    return sliding(n) | ((k <= q) & (k < 3.5))
+
+
+def sliding_or_causal_for_some(n):
+    return sliding(n) | (causal(n) & (grid(n)[0] > 5))
+
+
 def empty(n):
     q, k = grid(n)
     return (k <= q) & (k > q + 3)
@@ -253,6 +281,12 @@ TABLE = [
     (image_block, "blocks", None),
     (absolute, "unknown", None),
     (scaled_query, "unknown", None),
+    (sliding_or_causal, "full", None),
+    (sliding_or_a_prefix_without_end, "full", None),
+    (sliding_or_an_empty_prefix, "sliding", 8),
+    (sliding_or_a_prefix, "blocks", None),
+    (sliding_or_a_prefix_to_a_fraction, "blocks", None),
+    (sliding_or_causal_for_some, "blocks", None),
     (empty, "unknown", None),
 ]
 

@@ -147,6 +147,9 @@ class HybridCache(Cache):
     def get_mask_sizes(self, query_length: Any, layer_idx: int = 0) -> tuple[Any, Any]:
         return self._keyed(layer_idx).get_mask_sizes(query_length)
 
+    def get_query_offset(self, layer_idx: int = 0) -> Any:
+        return self._keyed(layer_idx).get_query_offset()
+
     def _keyed(self, index: int) -> StoreLayer:
         """The layer, or for a state layer, which knows no length, the first one that does."""
         layer = self.layers[index]

@@ -34,7 +34,7 @@ class Clock:
     lengths: (B,) int64, tokens seen before this step; rows advance together.  starts: (B,) int64, first real token of
     each row (left pads before it are invisible to fused attention).  hint: tokens the cache is expected to hold.
     max_length: hard limit on tokens of linear stores set by the user.  managed: the caller advances `lengths` after
-    the step; otherwise the last layer does, inside the graph.
+    the step; otherwise the last layer does, inside the graph.  from_first: see `StoreLayer.get_query_offset`.
     """
 
     first: int
@@ -46,6 +46,7 @@ class Clock:
     starts: Tensor | None = None
     kv_dtype: torch.dtype | None = None  # of quantised stores; None: the model's own
     managed: bool = False
+    from_first: bool = False
     stale: bool = False  # a traced step moved `lengths`; Python lengths follow at the next eager access
 
     def ensure(self, batch: int, seen: int, device: torch.device) -> None:
@@ -230,12 +231,32 @@ class StoreLayer(CacheLayerMixin):
         self._catch_up()
         return self.policy.seen
 
+    def get_query_offset(self) -> Any:
+        """Position of the first query, for masks; `get_mask_sizes` has that of the first key.
+
+        Both count from the first token, or, while `Clock.from_first` is set, in rings from the first key: some models
+        branch on the number of the last key, which no graph can if it is a tensor's. Only their difference says what a
+        window shows. What else is made of the position would be wrong: whoever sets it must see that nothing is.
+        """
+        if self._counts_from_first():
+            assert self.clock.lengths is not None
+            return self.clock.lengths[0] - self._first_key()
+        return self.get_seq_length()
+
+    def _counts_from_first(self) -> bool:
+        clock = self.clock
+        return torch.compiler.is_compiling() and clock.from_first and self.is_sliding and clock.lengths is not None
+
+    def _first_key(self) -> Tensor:
+        assert self.clock.lengths is not None
+        return torch.clamp(self.clock.lengths[0] - (self.window - 1), min=0)
+
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
-        """(number of keys that `update` returns, absolute position of the first)."""
+        """(number of keys that `update` returns, position of the first)."""
         if torch.compiler.is_compiling() and self.clock.lengths is not None and self.k is not None:
             if not self.is_sliding:
                 return self.k.data.shape[2], 0
-            return self.window - 1 + query_length, torch.clamp(self.clock.lengths[0] - (self.window - 1), min=0)
+            return self.window - 1 + query_length, 0 if self._counts_from_first() else self._first_key()
         self._catch_up()
         reach = self.policy.reach
         return reach + query_length, self.policy.seen - reach

@@ -31,6 +31,7 @@ from .adopt import adopt_states
 from .blocks import BlockFinding, find_blocks, read_blocks
 from .decode_linear import use_decode_linear
 from .find import Finding, find_sites
+from .first_key import counts_from_first
 from .fuse import fuse_sites
 from .pages import PageFinding, find_pages, read_pages
 from .states import StateFinding, find_states
@@ -119,6 +120,7 @@ __all__ = [
     "Rewrite",
     "StateFinding",
     "TokenFinding",
+    "counts_from_first",
     "find_blocks",
     "find_pages",
     "find_sites",

@@ -212,6 +212,8 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
         first, second = scores.args[0], scores.args[1]
         if not isinstance(first, Node) or not isinstance(second, Node):
             raise Stop("a number is added to the scores")
+        for masked in (first, second):
+            _check_one_mask(through(masked))
         if not _holds_scores(first):
             first, second = second, first
         if not example(second).dtype.is_floating_point:  # added to scores, True is 1: no mask
@@ -228,6 +230,24 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
             found["mask"] = condition
             return inner
     return scores
+
+
+def _check_one_mask(scores: Any) -> None:
+    """Raises `Stop` for ``where(table[..., n - q : n, :n], scores, hidden)`` beneath an added mask."""
+    if op_name(scores) != "where" or not _holds_scores(argument(scores, 1, "input", None)):
+        return
+    table, cut = argument(scores, 0, "condition", None), False
+    while isinstance(table, Node) and op_name(table) in ("getitem", "slice", "to", "reshape"):
+        cut = cut or op_name(table) in ("getitem", "slice")
+        if any(isinstance(example(part), torch.Tensor) for part in table.all_input_nodes[1:]):
+            break
+        table = table.args[0]
+    if isinstance(table, Node) and table.op in ("placeholder", "get_attr") and cut:
+        raise Stop(
+            f"beside its mask, the attention hides keys by a table ({table.name}) that is cut by the number of keys, "
+            "not by positions: it fits no cache but one with exactly a slot for each token seen"
+        )
+    raise Stop("the scores go through two masks")
 
 
 def _holds_scores(node: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from ..formula import (
     Formula,
     Lin,
     Opaque,
+    Ranked,
     Select,
     conjunction,
     disjunction,
@@ -88,7 +91,7 @@ def _lift(fn: Callable[[Lin, Lin], Formula], node: Node) -> Callable[[Formula, F
     def lifted(a: Formula, b: Formula) -> Formula:
         for part in (a, b):
             if isinstance(part, Opaque):
-                return part
+                return Opaque(part.why)
         if not isinstance(a, Lin) or not isinstance(b, Lin):
             return Opaque(f"the operation {op_name(node)} on values that are not integers")
         return fn(a, b)
@@ -202,11 +205,41 @@ def _sum(node: Node, memo: dict[Node, Field]) -> Field:
 
 
 def _comparison(name: str) -> Reader:
-    return lambda node, memo: _binary(node, memo, _lift(COMPARISONS[name], node))
+    def compared(node: Node, memo: dict[Node, Field]) -> Field:
+        integers = _lift(COMPARISONS[name], node)
+
+        def compare(a: Formula, b: Formula) -> Formula:
+            if isinstance(a, Lin) and isinstance(b, float) and math.isinf(b):  # any integer is less than infinity
+                return bool(getattr(operator, name)(0.0, b))
+            if isinstance(b, Lin) and isinstance(a, float) and math.isinf(a):
+                return bool(getattr(operator, name)(a, 0.0))
+            if isinstance(a, Select) and _is_number(a.a) and _is_number(a.b) and _is_number(b):
+                return _where(a.condition, compare(a.a, b), compare(a.b, b))
+            if isinstance(a, float) and _is_number(b):
+                return bool(getattr(operator, name)(a, _number(b)))
+            return integers(a, b)
+
+        return _binary(node, memo, compare)
+
+    return compared
 
 
 for _name in COMPARISONS:
     READERS[_name] = _comparison(_name)
+
+
+def _is_number(value: Formula) -> bool:
+    return type(value) is float or (isinstance(value, Lin) and value.is_const)
+
+
+def _number(value: Formula) -> float:
+    assert isinstance(value, (float, Lin))
+    return float(value.const) if isinstance(value, Lin) else value
+
+
+def _where(condition: Formula, a: Formula, b: Formula) -> Formula:
+    """``where(condition, a, b)`` of booleans."""
+    return disjunction(conjunction(condition, a), conjunction(negation(condition), b))
 
 
 def _as_bool(value: Formula, node: Node) -> Formula:
@@ -227,7 +260,7 @@ def _not(node: Node, memo: dict[Node, Field]) -> Field:
 
 
 @reads("where")
-def _where(node: Node, memo: dict[Node, Field]) -> Field:
+def _chosen(node: Node, memo: dict[Node, Field]) -> Field:
     fields = [read(argument(node, i, n, None), memo) for i, n in enumerate(("condition", "input", "other"))]
 
     def choose(condition: Formula, a: Formula, b: Formula) -> Formula:
@@ -236,6 +269,30 @@ def _where(node: Node, memo: dict[Node, Field]) -> Field:
         return Select(condition, a, b)
 
     return elementwise(shape_of(node), choose, *fields)
+
+
+@reads("scatter")
+def _scatter(node: Node, memo: dict[Node, Field]) -> Field:
+    """Ones where the largest numbers of each row are: ``zeros.scatter(-1, topk(x, n).indices, 1.0)``."""
+    fake, dim, places = example(node), argument(node, 1, "dim", None), argument(node, 2, "index", None)
+    number = argument(node, 3, "value" if "value" in node.kwargs else "src", None)
+    found = (
+        places.args[0] if isinstance(places, Node) and op_name(places) == "getitem" and places.args[1] == 1 else None
+    )
+    zeros = read(node.args[0], memo)
+    if number != 1 or not isinstance(found, Node) or op_name(found) != "topk" or dim not in (-1, fake.ndim - 1):
+        return leaf(node, fake)
+    ranked = read(found.args[0], memo)
+    last = argument(found, 2, "dim", -1) in (-1, fake.ndim - 1) and argument(found, 3, "largest", True) is True
+    if not last or not fake.is_floating_point() or [str(s) for s in ranked.shape] != [str(s) for s in fake.shape]:
+        return leaf(node, fake)
+
+    def at(index: tuple[Lin, ...]) -> Formula:
+        if zeros.at(index) != 0.0:
+            return Opaque("a scatter into numbers other than zeros")
+        return Select(Ranked(ranked.at(index)), 1.0, 0.0)
+
+    return Field(tuple(fake.shape), at)
 
 
 @reads("masked_fill")

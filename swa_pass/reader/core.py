@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..formula import Field, Lin, Opaque, constant
+from ..formula import Datum, Field, Lin, Opaque, constant
 from ..graph import attribute, changed_in_place, example, first_writer, integer, is_written, op_name, shape_of
 
 Reader = Callable[[Node, dict[Node, Field]], Field]
@@ -61,7 +61,34 @@ def leaf(node: Node, fake: torch.Tensor) -> Field:
     if node.op in ("placeholder", "get_attr") and not fake.is_floating_point() and fake.dtype != torch.bool:
         return Field(tuple(fake.shape), lambda index: Lin.symbol((node.name, *index)))
     what = f"the graph input {node.name}" if node.op == "placeholder" else f"the operation {op_name(node)}"
+    if node.op in ("call_function", "call_method") and fake.is_floating_point() and _is_of_kept_things(node):
+        return Field(tuple(fake.shape), lambda index: Datum(what, node.name, index))
     return Field(tuple(fake.shape), lambda index: Opaque(what))
+
+
+#: Operations that a number computed from kept keys may have behind it; more of them are not looked at.
+_FEW = 64
+
+
+def _is_of_kept_things(node: Node) -> bool:
+    """Whether a tensor is computed from the cache's keys or values and from weights, and from nothing that knows a
+    position: no integers (lengths, indices, sizes that change), nothing that is written to."""
+    queue, seen, keeps = [node], {node}, False
+    while queue:
+        current = queue.pop()
+        if op_name(current) == "swa_pass::view":
+            keeps = True
+            continue
+        fake = example(current)
+        if not isinstance(fake, torch.Tensor) or not fake.is_floating_point() or len(seen) > _FEW:
+            return False
+        given = current.op not in ("call_function", "call_method")
+        if is_written(current) or (given and not isinstance(fake, torch.nn.Parameter)):
+            return False
+        new = [other for other in current.all_input_nodes if other not in seen]
+        seen.update(new)
+        queue += new
+    return keeps
 
 
 def _is_constant(node: Node) -> bool:

@@ -18,6 +18,8 @@ from ..formula import (
     elementwise,
     is_nonnegative,
     is_one,
+    quotient,
+    remainder,
     truth,
 )
 from ..graph import argument, example, integer, op_name, shape_of
@@ -109,12 +111,29 @@ def _drop_or_add_ones(node: Node, memo: dict[Node, Field]) -> Field:
     kept_in = [d for d, size in enumerate(source.shape) if not is_one(size)]
     kept_out = [d for d, size in enumerate(shape) if not is_one(size)]
     if [str(source.shape[d]) for d in kept_in] != [str(shape[d]) for d in kept_out]:
-        return leaf(node, example(node))
+        return _merged(node, source, shape)
     from_out = dict(zip(kept_in, kept_out, strict=True))
     return Field(
         shape,
         lambda index: source.at(tuple(index[from_out[d]] if d in from_out else Lin(0) for d in range(source.ndim))),
     )
+
+
+def _merged(node: Node, source: Field, shape: tuple[Any, ...]) -> Field:
+    """A reshape that makes one dimension of two that are next to each other, as repeated heads are."""
+    for d in range(source.ndim - 1):
+        inner = source.shape[d + 1]
+        wanted = (*source.shape[:d], source.shape[d] * inner, *source.shape[d + 2 :])
+        if isinstance(inner, int) and [str(s) for s in wanted] == [str(s) for s in shape]:
+            break
+    else:
+        return leaf(node, example(node))
+
+    def at(index: tuple[Lin, ...]) -> Formula:
+        pair = quotient(index[d], inner), remainder(index[d], inner)
+        return source.at((*index[:d], *pair, *index[d + 1 :]))
+
+    return Field(shape, at)
 
 
 @reads("transpose", "permute", "t")
