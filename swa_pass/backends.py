@@ -62,7 +62,7 @@ def compile_after(
 
 
 def prepare(inner: Any, gm: GraphModule) -> None:
-    """What the compiler cannot take is put into terms of its own, in place: our operators mean nothing to hpu_backend."""
+    """Puts what the compiler cannot take into terms of its own, in place: our operators mean nothing to hpu_backend."""
     if for_gaudi(inner, gm):
         lower_hpu(gm)
 

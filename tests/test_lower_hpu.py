@@ -134,8 +134,8 @@ def test_what_is_in_the_graph(tokens: int) -> None:
     writes = [node for node in gm.graph.nodes if op_name(node) == "index_copy_"]
     assert [write.args[0] for write in writes] == stores
     assert {write.args[2].meta["val"].dtype for write in writes} == {torch.int64}
-    masks = [node.meta["val"] for node in gm.graph.nodes if op_name(node) == "masked_fill"]
-    assert (2, 1, tokens, W - 1 + 3) in {tuple(mask.shape if mask.dim() == 4 else mask[:, None].shape) for mask in masks}
+    masks = [tuple(node.meta["val"].shape) for node in gm.graph.nodes if op_name(node) == "masked_fill"]
+    assert (2, tokens, W - 1 + 3) in masks
 
 
 def test_equal_layers_share_their_masks() -> None:
@@ -299,7 +299,7 @@ class _Module(torch.nn.Module):
         return ops.attend_append.default(q, k, v, ks, vs, lengths, **self.options)
 
 
-# ------------------------------------------------------------------------------------------------ in front of a compiler
+# ------------------------------------------------------------------------------------------------ behind a compiler
 
 
 class Inner:
@@ -337,9 +337,7 @@ class Inner:
 def hpu_backend(monkeypatch: pytest.MonkeyPatch) -> Inner:
     torch._dynamo.reset()
     inner, lookup = Inner(), torch._dynamo.lookup_backend
-    monkeypatch.setattr(
-        torch._dynamo, "lookup_backend", lambda name: inner if name == "hpu_backend" else lookup(name)
-    )
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: inner if name == "hpu_backend" else lookup(name))
     return inner
 
 

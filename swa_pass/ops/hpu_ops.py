@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -139,12 +140,14 @@ def attend(
         keys, values = dequantise(k_store, k_scale, q.dtype), dequantise(v_store, v_scale, q.dtype)
     count = tokens if new_lengths is None else new_lengths
     held = slot_positions(lengths + count if first else lengths, capacity, window)
-    new = None if first else (k_new, v_new)
-    limit = None if new_lengths is None else (lengths + new_lengths)[:, None]
-    parts = [
-        _block(q, begin, end, tokens, (keys, values), held, new, lengths, starts, limit, window, scale, softcap, sinks)
-        for begin, end in _spans(tokens - q.shape[2], tokens)
-    ]
+    skipped, parts = tokens - q.shape[2], []
+    for begin, end in _spans(skipped, tokens):
+        k, v, key = keys, values, held
+        if not first:
+            k, v, key = _with_new((k, v, key), k_new, v_new, lengths, begin, end, window)
+        query = lengths[:, None] + torch.arange(begin, end, device=q.device)
+        visible = _visible(key, query, starts, None if new_lengths is None else lengths + new_lengths, window)
+        parts.append(_attention(q[:, :, begin - skipped : end - skipped], k, v, visible, scale, softcap, sinks))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     out = _spoilt(out, lengths, new_lengths, tokens, capacity, window, _write, _together)
     if _write and not first:
@@ -157,7 +160,12 @@ def attend_append(*args: Tensor, **kwargs: Any) -> Tensor:
     return attend(*args, **kwargs, _op="attend_append", _write=True)
 
 
-FUNCTIONS = {"view": view, "append": append, "attend": attend, "attend_append": attend_append}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "view": view,
+    "append": append,
+    "attend": attend,
+    "attend_append": attend_append,
+}
 
 
 def _known(condition: Any) -> bool:
@@ -177,60 +185,53 @@ def _spans(first: Any, stop: Any) -> list[tuple[Any, Any]]:
     return [(begin, min(begin + QUERY_BLOCK, stop)) for begin in starts]
 
 
-def _block(
-    q: Tensor,
+def _with_new(
+    old: tuple[Tensor, Tensor, Tensor],
+    k_new: Tensor,
+    v_new: Tensor,
+    lengths: Tensor,
     begin: Any,
     end: Any,
-    tokens: Any,
-    stores: tuple[Tensor, Tensor],
-    held: Tensor,
-    new: tuple[Tensor, Tensor] | None,
-    lengths: Tensor,
-    starts: Tensor | None,
-    limit: Tensor | None,
     window: int,
-    scale: float,
-    softcap: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of the new tokens [begin, end) over stores, whose slots hold the positions `held` (B, C), and over the
-    new tokens themselves if they are given. limit: (B, 1), positions from there on are no tokens."""
-    skipped = tokens - q.shape[2]
-    q = q[:, :, begin - skipped : end - skipped]
-    at = lengths[:, None] + torch.arange(begin, end, device=q.device)
-    parts = [(*stores, held)]
-    if new is not None:
-        oldest = max(0, begin - window + 1) if window > 0 and isinstance(begin, int) else 0
-        at_new = lengths[:, None] + torch.arange(oldest, end, device=q.device)
-        fresh = (*(x[:, :, oldest:end] for x in new), at_new)
-        parts = [fresh] if window > 0 and _known(begin >= window - 1) else [*parts, fresh]
-    key = torch.cat([part[2] for part in parts], 1) if len(parts) > 1 else parts[0][2]
-    key, query = key[:, None], at[:, :, None]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys, values and their positions (B, keys) for the new tokens [begin, end): those of the store, `old`, and the
+    new ones, as far as the window may reach."""
+    oldest = max(0, begin - window + 1) if window > 0 and isinstance(begin, int) else 0
+    at = lengths[:, None] + torch.arange(oldest, end, device=lengths.device)
+    k_new, v_new = k_new[:, :, oldest:end], v_new[:, :, oldest:end]
+    if window > 0 and _known(begin >= window - 1):
+        return k_new, v_new, at
+    return torch.cat([old[0], k_new], 2), torch.cat([old[1], v_new], 2), torch.cat([old[2], at], 1)
+
+
+def _visible(key: Tensor, query: Tensor, starts: Tensor | None, ends: Tensor | None, window: int) -> Tensor:
+    """(B, queries, keys): whether the query at a position (B, queries) sees the key at one (B, keys).
+
+    starts, ends: (B,), positions before and from which on a row has no tokens.
+    """
+    key, query = key[:, None], query[:, :, None]
     visible = (key >= (0 if starts is None else starts[:, None, None])) & (key <= query)
     if window > 0:
         visible = visible & (key > query - window)
-    if limit is not None:
-        visible = visible & (query < limit[:, :, None])
-    unseen = visible.any(1).logical_not()[:, None, :, None]
-    k, v = (
-        (torch.cat([part[n] for part in parts], 2) if len(parts) > 1 else parts[0][n]).masked_fill(unseen, 0)
-        for n in (0, 1)
-    )
-    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-    bias = bias.masked_fill(visible.logical_not(), torch.finfo(q.dtype).min)[:, None]
-    out = _attention(q, k, v, bias, scale, softcap, sinks)
-    return out.masked_fill(visible.any(2).logical_not()[:, None, :, None], 0)
+    return visible if ends is None else visible & (query < ends[:, None, None])
 
 
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
+    """Zeros for a query that sees nothing; what no query sees may hold anything."""
+    unseen = visible.any(1).logical_not()[:, None, :, None]
+    k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill(visible.logical_not(), torch.finfo(q.dtype).min)[:, None]
     fused = _fused()
     # The plugin says that FusedSDPA is not for graphs of unknown sizes.
     fits = q.dtype != torch.float64 and all(isinstance(n, int) for n in (*q.shape, *k.shape))
     if fused is not None and fits and fused.takes(softcap, sinks is not None, q.shape[3], v.shape[3]):
-        return fused(q, k, v, bias, scale=scale, causal=False, fast_softmax=False, recompute=True)
-    return matmul_attention(None, q, k, v, bias, scale=scale, softcap=softcap or None, sinks=sinks)
+        out = fused(q, k, v, bias, scale=scale, causal=False, fast_softmax=False, recompute=True)
+    else:
+        out = matmul_attention(None, q, k, v, bias, scale=scale, softcap=softcap or None, sinks=sinks)
+    return out.masked_fill(visible.any(2).logical_not()[:, None, :, None], 0)
 
 
 @functools.cache
