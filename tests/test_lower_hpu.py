@@ -5,6 +5,11 @@ Without Intel's plugin attention is matrix products here; tests/habana/test_lowe
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -397,3 +402,20 @@ def test_a_callers_own_compile(backend: str, hpu_backend: Inner) -> None:
     if backend == "hpu_backend":
         hpu_backend.check()
         assert not [node for node in hpu_backend.graphs[-1].graph.nodes if op_name(node) == "index"]  # no views left
+
+
+@pytest.mark.extended
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to build the fake hpu device with")
+def test_an_applied_model_on_the_fake_device(tmp_path: Path) -> None:
+    """Sizes are known there, so FusedSDPA is in the graph of the prompt and of one token; the chunk of two tokens makes
+    the number of tokens a symbol, and is products."""
+    here = Path(__file__).parent
+    for name in ("fakehpu", "habana_frameworks"):  # and no stand-in for torchvision
+        (tmp_path / name).symlink_to(here / "habana" / "stub" / name)
+    environment = {**os.environ, "FAKEHPU_BUILD": str(tmp_path / "build")}
+    environment["PYTHONPATH"] = os.pathsep.join([str(here), str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment["PATH"] = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
+    command = [sys.executable, str(here / "hpu_device_model.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=580, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert done.stdout.split("\n")[-4:-1] == ["2 4", "0 4", "2 4"]
