@@ -257,6 +257,20 @@ def test_rows_that_do_not_advance_together_are_nan() -> None:
     assert got[1].isnan().all()
 
 
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_rows_that_say_how_many_tokens_they_have(tokens: int) -> None:
+    """With `new_lengths` every row is written for itself, at its own length."""
+    case = make_case(lengths=[21, 6], tokens=tokens, window=W, new_lengths=[0, tokens])
+    gm = step_graph(case)
+    lower_hpu(gm)
+    tensors = tensors_of(case)
+    got = gm(*tensors)
+    torch.testing.assert_close(got, reference.attend(*case.args(), **case.options), rtol=2e-5, atol=2e-5)
+    stores, counts = [case.k_store, case.v_store], case.options["new_lengths"]
+    reference.append(case.k_new, case.v_new, *stores, case.lengths, window=W, new_lengths=counts)
+    assert all(same_values(ours, theirs) for ours, theirs in zip(tensors[3:5], stores))
+
+
 @pytest.mark.parametrize("length", [-1, LONGEST + 4])
 def test_a_store_that_is_full_gives_nan(length: int) -> None:
     case = case_of(5, 0)

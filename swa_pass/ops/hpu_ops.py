@@ -261,7 +261,7 @@ def _spoilt(
     """NaN in the rows for which `checks.assert_rows_async` would stop, and in those that do not advance together."""
     count = tokens if new_lengths is None else new_lengths
     bad = lengths < 0
-    if together and not _known(lengths.shape[0] == 1):
+    if together and new_lengths is None and not _known(lengths.shape[0] == 1):
         bad = bad | (lengths != lengths[0])
     if window == 0:
         bad = bad | (lengths + count > capacity)
