@@ -35,7 +35,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 import swa_pass  # noqa: E402
 from swa_pass.integrations import optimum_habana  # noqa: E402
 from swa_pass.integrations.optimum_habana.cache import RingKVCache  # noqa: E402
-from swa_pass.integrations.optimum_habana.kernel import FusedAttention  # noqa: E402
+from swa_pass.ops.hpu_kernel import FusedAttention  # noqa: E402
 
 DEVICE = "hpu" if ht.hpu.is_available() else "cpu"
 W = 8

@@ -15,6 +15,7 @@ from .lending import Rings
 from .log import logger
 from .passes import rewrite_graph
 from .passes.lend import lend_rings
+from .passes.lower_hpu import holds_ours, lower_hpu
 
 #: Files of the package that decide what is rewritten, and into what.
 _SOURCES = ("*.py", "passes/*.py", "patterns/*.py", "reader/*.py", "ops/schema.py")
@@ -38,12 +39,15 @@ def compile_after(
     compiler = inner_compiler(inner)
     if needs_gradients(gm):
         logger.info("swa_pass: a graph that needs gradients is left alone")
+        prepare(inner, gm)
         return compiler(gm, inputs, **options)
-    if not for_gaudi(inner, gm):  # our operators mean nothing to hpu_backend
-        result = rewrite_graph(gm)
+    ours = holds_ours(gm)  # a HybridCache under the caller's own torch.compile
+    if ours or not for_gaudi(inner, gm):  # other graphs of Gaudi keep their attention
+        result = rewrite_graph(gm, states=not for_gaudi(inner, gm))
         if result.matches or result.left_alone:
             logger.info("swa_pass: %d attentions rewritten, %d left alone", result.matches, result.left_alone)
-    if rings is None or torch.is_inference_mode_enabled():
+    prepare(inner, gm)
+    if ours or rings is None or torch.is_inference_mode_enabled():
         return compiler(gm, inputs, **options)
     lent = lend_rings(gm, hf)
     refusals = [str(loan) for loan in lent.loans if loan.refused]
@@ -55,6 +59,12 @@ def compile_after(
     for refusal in refusals[:1]:
         logger.warning("swa_pass: %d attentions on stores are left alone; %s", len(refusals), refusal)
     return lent.around(compiler(lent.gm, [*lent.examples, *inputs], **options), rings)
+
+
+def prepare(inner: Any, gm: GraphModule) -> None:
+    """Puts what the compiler cannot take into terms of its own, in place: our operators mean nothing to hpu_backend."""
+    if for_gaudi(inner, gm):
+        lower_hpu(gm)
 
 
 def for_gaudi(inner: Any, gm: GraphModule) -> bool:

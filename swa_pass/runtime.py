@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .backends import inner_compiler
+from .backends import inner_compiler, prepare
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
 from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers, tracing
@@ -310,7 +310,7 @@ class Step:
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
             if isinstance(kwargs.get(name), Tensor):
                 kwargs[name] = plain_copy(kwargs[name])
-                if self.kind == "prefill":
+                if self.kind == "prefill" and kwargs[name].device.type != "hpu":  # known sizes: see cache/store.py
                     torch._dynamo.maybe_mark_dynamic(kwargs[name], dim % kwargs[name].ndim)
         cache.clock.managed, cache.clock.from_first = True, from_first
         try:
@@ -342,6 +342,7 @@ class Step:
 def _compile_with(backend: Any, gm: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Inductor takes a second per layer and more, so equal layers share the work; others get the graph whole."""
     compiler = inner_compiler(backend)
+    prepare(backend, gm)
     return compile_in_pieces(gm, inputs, compiler) if backend == "inductor" else compiler(gm, inputs)
 
 

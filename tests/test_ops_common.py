@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from swa_pass import ops
-from swa_pass.ops import build, reference, torch_masked, torch_ops, triton_ops
+from swa_pass.ops import build, hpu_ops, reference, torch_masked, torch_ops, triton_ops
 
 TOLERANCE = {torch.float32: 2e-5, torch.float64: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -55,11 +55,14 @@ def _device_view(store: Tensor, new: Tensor, lengths: Tensor, window: int) -> Te
 
 
 def implementation(name: str) -> Implementation:
-    """By name: "torch" (the fallback on CPU), "device" (for other devices, run on CPU), "triton", or a C++ variant."""
+    """By name: "torch" (the fallback on CPU), "device" (for other devices, run on CPU), "hpu" (Intel Gaudi without its
+    plugin, run on CPU), "triton", or a C++ variant."""
     if name == "torch":
         return Implementation(torch_ops.attend, torch_ops.append, torch_ops.attend_append, torch_ops.view)
     if name == "device":
         return Implementation(_masked_attend, _device_append, _device_attend_append, _device_view)
+    if name == "hpu":
+        return Implementation(hpu_ops.attend, hpu_ops.append, hpu_ops.attend_append, hpu_ops.view)
     if name == "triton":  # in Triton's interpreter, on CPU tensors; see conftest.py
         pytest.importorskip("triton")
         return Implementation(triton_ops.attend, triton_ops.append, triton_ops.attend_append, torch_ops.view)
@@ -79,7 +82,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-IMPLEMENTATIONS = ["torch", "device", "triton", "avx512", "avx2", "plain"]
+IMPLEMENTATIONS = ["torch", "device", "hpu", "triton", "avx512", "avx2", "plain"]
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from swa_pass.log import logger, say_once
+from swa_pass.ops.hpu_kernel import FusedAttention, fused_attention
 from swa_pass.render import ranges
 
 from . import attention as attention_module
 from .attention import Layer, describe
 from .cache import RingKVCache, reorder
 from .families import FAMILIES, Family, decoder_of, family_of, is_gaudi, windows
-from .kernel import FusedAttention, fused_attention
 from .report import GaudiReport, report
 from .step import Step, left_pads
 

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from swa_pass.ops.hpu_kernel import FusedAttention, matmul_attention
+
 from . import step as step_module
 from .families import Family
-from .kernel import FusedAttention, matmul_attention
 from .step import Step
 
 
@@ -130,4 +131,4 @@ def _core(
 
 
 def _takes_fused(layer: Layer, step: Step, fused: FusedAttention | None) -> bool:
-    return fused is not None and step.flash and layer.softcap is None and not layer.sinks
+    return fused is not None and step.flash and fused.takes(layer.softcap, layer.sinks)

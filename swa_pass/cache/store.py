@@ -90,9 +90,11 @@ class Store(Tokens):
         return cls.allocate(rows, kv_heads, capacity, head_dim, tokens.dtype, kv_dtype, tokens.data.device)
 
     def _mark(self) -> None:
-        """Growth must not recompile: the capacity is a symbol in every graph."""
+        """Growth must not recompile: the capacity is a symbol in every graph. Except on Intel Gaudi, where FusedSDPA is
+        for known sizes only, so there a graph is made for each."""
         for tensor in self.tensors:
-            torch._dynamo.maybe_mark_dynamic(tensor, 2)
+            if tensor.device.type != "hpu":
+                torch._dynamo.maybe_mark_dynamic(tensor, 2)
 
     @property
     def rows(self) -> int:

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from . import build, fakes, gathered, linear, reference, schema, torch_ops, triton_ops
+from . import build, fakes, gathered, hpu_ops, linear, reference, schema, torch_ops, triton_ops
 from .build import ensure_kernels, kernel_status
 
 __all__ = ["append", "attend", "attend_append", "ensure_kernels", "kernel_status", "reference", "torch_ops", "view"]
@@ -36,7 +36,8 @@ def _default(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     """The implementation for every device without a kernel; its first call on a device tries to get one."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if build.take_over(args[0].device) or triton_ops.take_over(args[0].device):
+        device = args[0].device
+        if build.take_over(device) or triton_ops.take_over(device) or hpu_ops.take_over(device):
             return getattr(torch.ops.swa_pass, name)(*args, **kwargs)
         return plain(*args, **kwargs)
 

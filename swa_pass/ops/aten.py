@@ -103,11 +103,11 @@ def attend_append(
         out = attend(
             q, k_new, v_new, k_store, v_store, lengths, starts, window=window, scale=scale, softcap=softcap, sinks=sinks
         )
-        _write(k_new, k_store, lengths)
-        _write(v_new, v_store, lengths)
+        write(k_new, k_store, lengths)
+        write(v_new, v_store, lengths)
         return out
-    _write(k_new, k_store, lengths)
-    _write(v_new, v_store, lengths)
+    write(k_new, k_store, lengths)
+    write(v_new, v_store, lengths)
     new = lengths[:, None] + torch.arange(k_new.shape[2], device=q.device)
     slots = torch.arange(k_store.shape[2], device=q.device)[None]
     return _attention(q, [(k_store, v_store, slots)], new, starts, window, scale, softcap, sinks)
@@ -159,9 +159,14 @@ def _attention(
     return out.permute(0, 3, 1, 2, 4).reshape(rows, queries, heads, value_dim).transpose(1, 2)
 
 
-def _write(new: Tensor, store: Tensor, lengths: Tensor) -> None:
-    """The new tokens into their slots; of more than C the last C. (A linear store never wraps: checked before.)"""
+def write(new: Tensor, store: Tensor, lengths: Tensor) -> None:
+    """The new tokens into their slots, by one index for all rows; of more than C the last C.
+
+    A linear store never wraps: that it has room is checked elsewhere.
+    """
     tokens, slots = new.shape[2], store.shape[2]
     kept = torch.sym_min(tokens, slots)
     index = torch.arange(kept, device=new.device) + (tokens - kept)
-    store.index_copy_(2, (lengths[0] + index) % slots, new.index_select(2, index))
+    # Sizes that are unknown while exporting are not compared: that would be a guard on them.
+    whole = isinstance(tokens, int) and isinstance(slots, int) and tokens <= slots
+    store.index_copy_(2, (lengths[0] + index) % slots, new if whole else new.index_select(2, index))

@@ -13,7 +13,8 @@
 for graphs that will run as they are (an applied model's); a graph that is only looked at, or saved, does without.
 
 A Dynamo backend has one more, which needs something that outlives the graph: `loans` finds decode steps on stores that
-are the caller's, and `lend` puts rings in their place (with `narrow` for their prompts, if asked).
+are the caller's, and `lend` puts rings in their place (with `narrow` for their prompts, if asked). In front of
+a compiler for Gaudi, `lower_hpu` puts core operators and FusedSDPA in the place of ours, last of all.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from collections import defaultdict
 import torch
 from torch.fx import GraphModule, Node
 
-from ..graph import erase_all_unused, erase_unused, op_name, take_place
+from ..graph import erase_all_unused, erase_unused, first_write, op_name, take_place
 from .find import Finding
 
 
@@ -77,10 +77,11 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
         site, keys, values = finding.site, finding.keys, finding.values
         writes = finding is group[-1] and not _keys_twice(finding)
         target = ops.attend_append.default if writes else ops.attend.default
+        lengths = _lengths(gm, finding)
         with gm.graph.inserting_before(site.node):
             out = gm.graph.call_function(
                 target,
-                (site.query, keys.new, values.new, keys.store, values.store, keys.lengths, keys.starts),
+                (site.query, keys.new, values.new, keys.store, values.store, lengths, keys.starts),
                 {
                     "window": finding.mask.window or 0,
                     "scale": float(site.scale),
@@ -94,7 +95,20 @@ def _fuse_layer(gm: GraphModule, group: list[Finding], append: Node) -> None:
         site.node.replace_all_uses_with(out)
     if _keys_twice(group[-1]):
         with gm.graph.inserting_after(out):
-            gm.graph.call_function(append.target, append.args, append.kwargs)  # type: ignore[arg-type]
+            args = (*append.args[:4], lengths, *append.args[5:])
+            gm.graph.call_function(append.target, args, append.kwargs)  # type: ignore[arg-type]
     gm.graph.erase_node(append)
     for finding in group:
         erase_unused(gm, [finding.site.node])
+
+
+def _lengths(gm: GraphModule, finding: Finding) -> Node:
+    """`lengths` as they are where the keys are read: under a caller's own torch.compile the last layer counts the step
+    there already, and the attention comes after that."""
+    keys = finding.keys
+    if first_write([keys.lengths], keys.node, finding.site.node) is None:
+        return keys.lengths
+    with gm.graph.inserting_before(keys.node):
+        kept = gm.graph.call_function(torch.ops.aten.clone.default, (keys.lengths,))
+    kept.meta.update({name: value for name, value in keys.lengths.meta.items() if name in ("example_value", "val")})
+    return kept

@@ -22,7 +22,7 @@ if INSTALLED:
     sys.path.insert(0, str(HERE / "stub"))
     # optimum-habana asks `pip list` for the plugin's version.
     os.environ["PATH"] = str(Path(sys.executable).parent) + os.pathsep + os.environ["PATH"]
-    os.environ["PYTHONPATH"] = str(HERE / "stub")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HERE / "stub"), os.environ.get("PYTHONPATH")]))
 
 
 @pytest.fixture(scope="session")

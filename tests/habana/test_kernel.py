@@ -10,7 +10,7 @@ from habana_frameworks.torch.hpex import kernels
 from habana_frameworks.torch.hpex.kernels.FusedSDPA import FusedSDPA12, FusedSDPA15
 
 from swa_pass.integrations.optimum_habana import step as step_module
-from swa_pass.integrations.optimum_habana.kernel import FusedAttention, matmul_attention
+from swa_pass.ops.hpu_kernel import FusedAttention, matmul_attention
 
 
 @pytest.fixture(params=[FusedSDPA12, FusedSDPA15], ids=["12 arguments", "15 arguments"])

@@ -1,7 +1,8 @@
-"""The attention core: Intel's FusedSDPA, or matrix products where it has no argument for what is needed.
+"""Attention on Intel Gaudi: Intel's FusedSDPA, or matrix products where it has no argument for what is needed.
 
     softcap (Gemma 2) and sinks (gpt-oss)   matmul, softmax, matmul; FusedSDPA knows no softcap, and its sinks are new
-    everything else, if flash was asked for FusedSDPA, with scale and recompute mode said explicitly
+    values of another head_dim than keys    the same
+    everything else                         FusedSDPA, with scale and recompute mode said explicitly
 
 At decode FusedSDPA gets a ring and a mask or none, never a window: a ring's slots are not in time order.
 """
@@ -36,6 +37,11 @@ class FusedAttention:
         self.last = max(self.names.index(name) for name in _NEEDED)
         self.defaults = [parameter.default for parameter in parameters]
 
+    @staticmethod
+    def takes(softcap: float | None, sinks: bool, head_dim: Any = 0, value_dim: Any = 0) -> bool:
+        """Whether it has arguments for this attention."""
+        return not softcap and not sinks and head_dim == value_dim
+
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float, causal: bool,
                  fast_softmax: bool, recompute: bool) -> Tensor:  # fmt: skip
         said = {
@@ -66,7 +72,8 @@ def matmul_attention(
     layer: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, *, scale: float,
     softcap: float | None = None, sinks: Tensor | None = None, softmax_bf16: bool = False,
 ) -> Tensor:  # fmt: skip
-    """q (B, heads, T, D), k and v (B, kv_heads, S, D), mask (B or 1, 1, T, S) or None; returns (B, heads, T, D).
+    """q (B, heads, T, D), k (B, kv_heads, S, D), v (B, kv_heads, S, Dv), mask (B or 1, 1, T, S), additive, or None;
+    returns (B, heads, T, Dv).
 
     Through the layer's own `matmul_qk` and `matmul_av` where it has them: quantisation tools replace those.
     """
@@ -87,4 +94,4 @@ def matmul_attention(
     if sinks is not None:
         weights = weights[..., :-1]
     out = getattr(layer, "matmul_av", torch.matmul)(weights, v.unsqueeze(2))
-    return out.reshape(rows, heads, queries, head_dim)
+    return out.reshape(rows, heads, queries, v.shape[3])
