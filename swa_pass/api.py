@@ -342,9 +342,10 @@ def _prefill_notes(specs: tuple[LayerSpec, ...], runtime: Runtime) -> list[str]:
 
 
 def _unfused(layer: int, rewrites: list[Rewrite]) -> str:
-    """Why some graph does not have this layer fused; empty if all do."""
+    """Why some graph does not have this layer fused, nor in time order as was said; empty if all do."""
     for rewritten in rewrites:
-        if layer not in rewritten.fused:
-            refusals = [f.refusal for f in rewritten.findings if f.layer == layer and f.refusal]
+        findings = [f for f in rewritten.findings if f.layer == layer]
+        if layer not in rewritten.fused and not (layer in rewritten.padded and any(f.extra for f in findings)):
+            refusals = [f.refusal for f in findings if f.refusal]
             return refusals[0] if refusals else "its cache access did not match"
     return ""

@@ -18,7 +18,17 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from .compat import Cache, CacheLayerMixin, DynamicCache, cache_argument, mixed_layers, state_layers, tracing
+from .cache.joint import BesideState
+from .compat import (
+    Cache,
+    CacheLayerMixin,
+    DynamicCache,
+    cache_argument,
+    joint_states,
+    mixed_layers,
+    state_layers,
+    tracing,
+)
 from .graph import example, shape_of
 from .log import logger, quiet_capture
 from .passes import Finding, find_sites
@@ -87,15 +97,32 @@ class ProbeLayer(CacheLayerMixin):
         return -1
 
 
+class JointProbeLayer(ProbeLayer, BesideState):
+    """A probe with a hybrid model's own state beside it."""
+
+    def __init__(self, index: int, lengths: Tensor, slots: int, state: Any) -> None:
+        super().__init__(index, lengths, slots)
+        self.beside = state
+
+
 class ProbeCache(Cache):
-    """A cache of `ProbeLayer`, as many as the model asks for, with a hybrid model's own `states` in between."""
+    """A cache of `ProbeLayer`, as many as the model asks for, with a hybrid model's own states in between (`alone`) and
+    in the layers (`beside`)."""
 
     layers: list[Any]
 
-    def __init__(self, layers: int, device: torch.device, states: dict[int, Any], slots: int = _PROBE_SLOTS) -> None:
+    def __init__(
+        self,
+        layers: int,
+        device: torch.device,
+        alone: dict[int, Any],
+        beside: dict[int, Any],
+        slots: int = _PROBE_SLOTS,
+    ) -> None:
         lengths = torch.full((1,), slots // 2, dtype=torch.int64, device=device)
-        self.keyed = next((i for i in range(layers) if i not in states), 0)
-        super().__init__(layers=[states.get(i) or ProbeLayer(i, lengths, slots) for i in range(layers)])
+        self.keyed = next((i for i in range(layers) if i not in alone), 0)
+        joint = {i: JointProbeLayer(i, lengths, slots, state) for i, state in beside.items()}
+        super().__init__(layers=[alone.get(i) or joint.get(i) or ProbeLayer(i, lengths, slots) for i in range(layers)])
 
     def get_seq_length(self, layer_idx: int = 0) -> Any:
         return self.layers[self.keyed].get_seq_length()
@@ -125,12 +152,12 @@ def capture(model: Any, forward: Any, layers: int | None = None) -> GraphModule:
     mixed = mixed_layers(model.config)
     if mixed:
         raise CaptureError(
-            f"cache layers {', '.join(map(str, mixed))} hold keys and a convolution or recurrence state in one layer, "
-            "for which there is no ring yet"
+            f"cache layers {', '.join(map(str, mixed))} hold keys and a convolution or recurrence state in a layer of "
+            "the model's own, for which there is no ring"
         )
     kwargs = {
         "input_ids": torch.zeros(1, _PROBE_TOKENS, dtype=torch.int64, device=device),
-        name: ProbeCache(layers, device, state_layers(model.config), _slots(model.config)),
+        name: ProbeCache(layers, device, state_layers(model.config), joint_states(model.config), _slots(model.config)),
         "use_cache": True,
     }
 
@@ -200,11 +227,13 @@ def discover(model: Any, forward: Any) -> tuple[LayerSpec, ...]:
             raise
         gm = capture(model, forward, layers)
     findings = find_sites(gm)
+    joint = joint_states(model.config)
     specs = [_spec(group) for group in _by_layer(findings).values()]
     specs += [_unmatched(view) for view in unmatched_views(gm, findings)]
     written = {spec.index for spec in specs}
     device = next(model.parameters()).device
     specs += [_state(index, device) for index in state_layers(model.config) if index not in written]
+    specs = [replace(spec, state=spec.index in joint) for spec in specs]
     if any(spec.action == "rewritten" for spec in specs):  # then the cache is ours, and those keys' own numbers with it
         specs = [replace(s, kind="other", action="refused") if s.kind == "picked" else s for s in specs]
     specs.sort(key=lambda spec: spec.index)
@@ -249,6 +278,8 @@ def _spec(group: list[Finding]) -> LayerSpec:
         action, reason = "kept", refusal
     elif refusal:
         kind, action, reason = "other", "refused", refusal
+    elif kind == "sliding" and first.extra:
+        reason = f"on a ring that is read in time order, with the model's own attention: {first.extra}"
     elif kind == "full":
         action, reason = "kept", "global attention: every earlier key is visible, so there is nothing to evict"
     elif kind == "chunked":

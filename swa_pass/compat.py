@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
+from abc import ABC
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import Any
@@ -39,6 +40,9 @@ if TOO_OLD and (find_spec("optimum") is None or find_spec("optimum.habana") is N
     check_transformers()
 
 CACHE_NAMES = ("cache", "past_key_values")
+
+#: What transformers derives the cache layers from that hold a convolution or recurrence state.
+StateLayerMixin: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ABC)
 
 
 def cache_argument(forward: Any) -> str | None:
@@ -68,13 +72,31 @@ def state_layers(config: Any) -> dict[int, Any]:
     return {i: layer for i, layer in enumerate(_stock_layers(config)) if _has_state(layer) and not _has_keys(layer)}
 
 
+def joint_states(config: Any) -> dict[int, Any]:
+    """For the cache layers that hold keys *and* such a state: the part that holds the state, new and empty."""
+    layers = {i: layer for i, layer in enumerate(_stock_layers(config)) if _has_state(layer) and _has_keys(layer)}
+    return {i: _state_part(type(layer))(layer.number_of_states) for i, layer in layers.items() if _is_joint(layer)}
+
+
 def mixed_layers(config: Any) -> list[int]:
-    """Places where the model's own cache has both keys and such a state in one layer."""
-    return [i for i, layer in enumerate(_stock_layers(config)) if _has_state(layer) and _has_keys(layer)]
+    """Places where the model's own cache has both in a layer of the model's own making, of which no part is known."""
+    layers = enumerate(_stock_layers(config))
+    return [i for i, layer in layers if _has_state(layer) and _has_keys(layer) and not _is_joint(layer)]
+
+
+def _is_joint(layer: Any) -> bool:
+    """Whether this is one of the layers in which transformers itself joins its state layer and its key layer, so that
+    each half does what it does alone."""
+    return type(layer) in vars(cache_utils).values()
+
+
+def _state_part(kind: type) -> Any:
+    """The half of a joint layer that holds the state: the first of its bases that knows no keys."""
+    return next(base for base in kind.__mro__ if issubclass(base, StateLayerMixin) and not hasattr(base, "update"))
 
 
 def _has_state(layer: Any) -> bool:
-    return isinstance(layer, cache_utils.LinearAttentionCacheLayerMixin)
+    return isinstance(layer, StateLayerMixin)
 
 
 def _has_keys(layer: Any) -> bool:
@@ -138,9 +160,11 @@ __all__ = [
     "Cache",
     "CacheLayerMixin",
     "DynamicCache",
+    "StateLayerMixin",
     "cache_argument",
     "check_transformers",
     "generate_cache_key",
+    "joint_states",
     "mixed_layers",
     "output_cache",
     "own_layers",

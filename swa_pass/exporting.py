@@ -237,6 +237,8 @@ def _proven(model: Any) -> tuple[LayerSpec, ...]:
     for spec in specs:
         if spec.kind not in ("sliding", "full"):
             bad.setdefault(spec.reason, []).append(spec.index)
+        elif spec.state:
+            bad.setdefault("a convolution or recurrence state beside the keys", []).append(spec.index)
     _refuse(name, bad)
     return specs
 
@@ -270,7 +272,7 @@ def _fuse(name: str, traced: ExportedProgram, specs: Sequence[LayerSpec]) -> Non
     bad: dict[str, list[int]] = {}
     for spec in specs:
         if spec.index not in result.fused:
-            found = [f.refusal for f in result.findings if f.layer == spec.index and f.refusal]
+            found = [f.refusal or f.extra for f in result.findings if f.layer == spec.index and (f.refusal or f.extra)]
             bad.setdefault(found[0] if found else "its cache access did not match", []).append(spec.index)
     _refuse(name, bad)
 

@@ -20,7 +20,7 @@ def render(report: Report, context: int = 32768) -> str:
     for indexes, spec in _equal_layers(report):
         table.add_row(
             ranges(indexes),
-            spec.kind,
+            f"{spec.kind} + state" if spec.state else spec.kind,
             str(spec.window or "-"),
             spec.action,
             f"{spec.heads}/{spec.kv_heads}",

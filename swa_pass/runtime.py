@@ -25,7 +25,7 @@ from torch import Tensor
 from .backends import inner_compiler, prepare
 from .cache import HybridCache
 from .capture import CaptureError, call, discover, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument, ready_for_hidden_states, state_layers, tracing
+from .compat import CACHE_NAMES, cache_argument, joint_states, ready_for_hidden_states, state_layers, tracing
 from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, counts_from_first, rewrite_graph
@@ -188,8 +188,10 @@ class Runtime:
         step = self.steps["decode" if new == 1 else "prefill"]
         plain = canonical({**kwargs, "attention_mask": None}, decode=new == 1)
         form = spelling(plain, batch)
-        # A hybrid model's first call makes its states, and its scans over many tokens are no graph for every length.
-        stateful = bool(cache.states) and (new > 1 or cache.seen == 0)
+        # A hybrid model's first call makes its states, its scans over many tokens are no graph for every length, and a
+        # state that records its past is another tensor after every step.
+        states = cache.states.values()
+        stateful = bool(states) and (new > 1 or cache.seen == 0 or any(state.record_past for state in states))
         if not ok or form in step.failed or not self._compilable(kwargs) or stateful:
             return self.stock(**kwargs)
         if cache.clock.managed:
@@ -263,9 +265,12 @@ class Runtime:
         if not self.active:
             raise RuntimeError("this model runs its stock path; swa_pass.explain(model) says why. Use a stock cache.")
         proof = self.proof
-        states = state_layers(self.model.config) if any(s.kind == "state" for s in proof.specs) else {}
-        windows = [states.get(s.index, s.window) for s in proof.specs]
-        return HybridCache(windows, slack=self.slack, hint=hint, owner=proof.owner, kv_dtype=self.kv_dtype)
+        alone = state_layers(self.model.config) if any(s.kind == "state" for s in proof.specs) else {}
+        beside = joint_states(self.model.config) if any(s.state for s in proof.specs) else {}
+        windows = [alone.get(s.index, s.window) for s in proof.specs]
+        return HybridCache(
+            windows, slack=self.slack, hint=hint, owner=proof.owner, states=beside, kv_dtype=self.kv_dtype
+        )
 
 
 def _nothing() -> None:
@@ -328,7 +333,7 @@ class Step:
             raise RuntimeError("something but proven attention uses positions that are counted from a ring's first key")
         self.rewrites.append(rewrite)
         compiled = _compile_with(self.runtime.backends[self.kind], gm, inputs)
-        if not rewrite.views_left:
+        if set(rewrite.views_left) <= set(rewrite.padded):
             return compiled
 
         def guarded(*args: Any) -> Any:

@@ -17,6 +17,7 @@ class LayerSpec:
     window: keys a query sees, self included, or None.
     action: ``"rewritten"`` (ring and fused attention), ``"kept"`` (not sliding: nothing to gain from a ring) or
     ``"refused"``.  reason: one sentence, for everything that is not rewritten.
+    state: beside its keys the layer holds a convolution or recurrence state, which stays what transformers makes it.
     scale: factor on q.k; softcap: 0.0 means none; sinks: a learned extra logit per head in the softmax denominator.
     """
 
@@ -36,6 +37,7 @@ class LayerSpec:
     softcap: float = 0.0
     sinks: bool = False
     shares_kv_with: int | None = None
+    state: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,17 +78,25 @@ def _with(arguments: dict[str, Any], change: int) -> dict[str, Any]:
     for name, value in arguments.items():
         if isinstance(value, dict) and name.endswith(("config", "encoder", "decoder")):
             _with(value, change)
-        elif (
-            "window" in name and type(value) is int and name not in ("max_window_layers", "n_window", "n_window_infer")
-        ):
+        elif _is_window(name, value):
             arguments[name] = value + change
     return arguments
 
 
+def _is_window(name: str, value: Any) -> bool:
+    return "window" in name and type(value) is int and name not in ("max_window_layers", "n_window", "n_window_infer")
+
+
 def mutant(entry: dict[str, Any], stock: Any, window_change: int) -> Any:
     """The stock model's weights with another window."""
-    model = build(entry, window_change)
-    model.load_state_dict(stock.state_dict())
+    model, weights = build(entry, window_change), stock.state_dict()
+    if all(tensor.shape == weights[name].shape for name, tensor in model.state_dict().items()):
+        model.load_state_dict(weights)
+        return model
+    model = copy.deepcopy(stock)  # a table has a place for each distance in the window: the masks alone change
+    for name, value in list(vars(model.config).items()):
+        if _is_window(name, value):
+            setattr(model.config, name, value + window_change)
     return model
 
 

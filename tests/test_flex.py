@@ -88,7 +88,7 @@ def site_of(attention: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> Fi
         keys, values = cache.update(new, new, 0)
         return attention(query, keys, values, cache.get_seq_length())
 
-    cache = ProbeCache(1, torch.device("cpu"), {})
+    cache = ProbeCache(1, torch.device("cpu"), {}, {})
     compiled = torch.compile(own_code(step), backend=backend, fullgraph=True, dynamic=False)
     with torch.no_grad(), contextlib.suppress(_Seen):
         compiled(torch.randn(1, 4, Q, 16), torch.randn(1, 2, Q, 16), cache)

@@ -4,6 +4,7 @@
     0 1 2 3 4       512 512 512 512 512     5 rings of 512 + 16 slots
     5               None                    1 linear store of 10,048 slots
     6               a state layer           what transformers keeps for a convolution or a recurrence
+    7               512, and a state        both: `joint.JointLayer`
     ...
 
 It is correct on its own (`update` returns keys in time order; see `layers`). On a model that went through
@@ -13,7 +14,7 @@ It is correct on its own (`update` returns keys in time order; see `layers`). On
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +22,10 @@ from torch import Tensor
 
 from ..compat import Cache
 from ..spec import LayerSpec
+from .joint import JointLayer, check_state_crop
 from .layers import Clock, StoreLayer
 from .ring import capacity_for
-from .snapshot import Snapshot, check_fits, joined, repeat_state
+from .snapshot import Snapshot, check_fits, joined
 from .store import bytes_per_token, kv_dtype_of
 
 #: Tokens by which a ring can be rolled back. Assisted decoding asks for more through activate_past_recording().
@@ -40,11 +42,13 @@ class HybridCache(Cache):
         hint: tokens the cache is expected to hold; sizes the first allocation, never a limit.
         max_length: hard limit on the tokens of global layers; None lets them grow.
         owner: names the model; a snapshot of another one is refused.
+        states: for layers that hold keys *and* a convolution or recurrence state: by index, a transformers cache layer
+            for the state alone.
         kv_dtype: "int8" or "float8": keys and values take one byte a number, and 4 bytes a token and head (see
             `ops.quant`). None: the model's dtype.
 
     Raises:
-        ValueError: a window below 1, an empty list, or an unknown kv_dtype.
+        ValueError: a window below 1, an empty list, a state beside a layer without keys, or an unknown kv_dtype.
     """
 
     layers: list[Any]
@@ -57,6 +61,7 @@ class HybridCache(Cache):
         hint: int = 0,
         max_length: int | None = None,
         owner: str = "",
+        states: Mapping[int, Any] | None = None,
         kv_dtype: str | torch.dtype | None = None,
     ) -> None:
         if not windows:
@@ -66,11 +71,15 @@ class HybridCache(Cache):
         keys = [i for i, window in enumerate(windows) if window is None or isinstance(window, int)]
         if not keys:
             raise ValueError("windows names no layer with keys: there is nothing for this cache to hold")
+        beside = dict(states or {})
+        if not beside.keys() <= set(keys):
+            raise ValueError(f"states names layers {sorted(beside.keys() - set(keys))}, which have no keys in windows")
         self.clock = Clock(
             first=keys[0], last=keys[-1], slack=slack, hint=hint, max_length=max_length, kv_dtype=kv_dtype_of(kv_dtype)
         )
         self.owner = owner
-        stores = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
+        stores: dict[int, StoreLayer] = {i: StoreLayer(i, windows[i], self.clock) for i in keys}
+        stores.update({i: JointLayer(i, windows[i], self.clock, state) for i, state in beside.items()})
         super().__init__(layers=[stores.get(i, window) for i, window in enumerate(windows)])
 
     @property
@@ -79,9 +88,11 @@ class HybridCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, StoreLayer)]
 
     @property
-    def states(self) -> list[Any]:
-        """The layers that hold a state of a convolution or a recurrence instead of keys."""
-        return [layer for layer in self.layers if not isinstance(layer, StoreLayer)]
+    def states(self) -> dict[int, Any]:
+        """The transformers layers that hold a state of a convolution or a recurrence, by index: instead of keys, or
+        beside them."""
+        halves = ((i, x.beside if isinstance(x, JointLayer) else x) for i, x in enumerate(self.layers))
+        return {i: half for i, half in halves if not isinstance(half, StoreLayer)}
 
     def __repr__(self) -> str:
         rings, stores, states = sum(layer.is_sliding for layer in self.stores), len(self.stores), len(self.states)
@@ -161,11 +172,8 @@ class HybridCache(Cache):
             raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
         for layer in self.stores:
             layer.check_crop(-tokens_to_remove)
-        if any(not layer.is_croppable or not layer.record_past for layer in self.states):
-            raise ValueError(
-                "this model keeps a convolution or recurrence state that cannot be rolled back. Call "
-                "activate_past_recording() before the tokens that may be taken back (convolutions only)."
-            )
+        for state in self.states.values():
+            check_state_crop(state, -tokens_to_remove, self.seen)
         super().crop(tokens_to_remove)
 
     def reset(self) -> None:
@@ -187,7 +195,7 @@ class HybridCache(Cache):
     def snapshot(self) -> Snapshot:
         """A copy of everything that a continuation needs, and no more. See `swa_pass.cache.snapshot`."""
         layers = {layer.index: layer.state() for layer in self.stores}
-        states = {i: copy.deepcopy(x) for i, x in enumerate(self.layers) if not isinstance(x, StoreLayer)}
+        states = {i: copy.deepcopy(state) for i, state in self.states.items()}
         return Snapshot(self.seen, tuple(self.windows), self.clock.slack, self.owner, layers, states)
 
     def restore(self, snapshot: Snapshot, rows: int | None = None) -> None:
@@ -202,17 +210,21 @@ class HybridCache(Cache):
         wanted = snapshot.rows if rows is None else rows
         if wanted != snapshot.rows and (snapshot.rows != 1 or wanted < 1):
             raise ValueError(f"a snapshot of {snapshot.rows} rows cannot be restored as {wanted}")
-        check_fits(snapshot, self.windows, self.owner)
+        check_fits(snapshot, self.windows, self.owner, self.states)
         for layer in self.stores:
             layer.check_state(snapshot.layers[layer.index])
         for layer in self.stores:
             store = layer.k_store
             state = snapshot.layers[layer.index]
             layer.load(state, snapshot.seen, wanted, state.keys.data.device if store is None else store.device)
-        for index, state_layer in snapshot.states.items():
-            self.layers[index] = copy.deepcopy(state_layer)
+        for index, kept in snapshot.states.items():
+            state_half = copy.deepcopy(kept)
             if wanted != snapshot.rows:
-                repeat_state(self.layers[index], wanted)
+                state_half.reorder_cache(torch.zeros(wanted, dtype=torch.int64))
+            if isinstance(self.layers[index], JointLayer):
+                self.layers[index].beside = state_half
+            else:
+                self.layers[index] = state_half
         store = self.stores[0].k_store
         assert store is not None
         self.clock.stale = False
@@ -225,11 +237,14 @@ class HybridCache(Cache):
     # ------------------------------------------------------------------ rows
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._forget_rows()
+        self._select_rows(torch.arange(max(self.stores[0].batch_size, 0)).repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
+        self._select_rows(indices.nonzero().flatten() if indices.dtype == torch.bool else torch.as_tensor(indices))
+
+    def _select_rows(self, rows: Tensor) -> None:
+        for layer in self.layers:  # transformers' state layers have the one method, which takes any number of rows
+            layer.select_rows(rows) if isinstance(layer, StoreLayer) else layer.reorder_cache(rows)
         self._forget_rows()
 
     def join(self, other: HybridCache) -> None:
@@ -252,7 +267,7 @@ class HybridCache(Cache):
                 "rows with a convolution or recurrence state cannot be joined: such a state knows no left pads"
             )
         both = self.snapshot(), other.snapshot()
-        check_fits(both[1], self.windows, self.owner)
+        check_fits(both[1], self.windows, self.owner, self.states)
         for layer in self.stores:
             layer.check_state(both[1].layers[layer.index])
         seen = max(snapshot.seen for snapshot in both)

@@ -13,7 +13,7 @@ the same model, also with more rows than it was taken from. `save` and `load_sna
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ class Snapshot:
 
     seen: tokens of the prefix.  windows: per layer, None for a global one, "state" for a layer without keys.  owner:
     the model it was made by (empty: unknown).  layers: by index.  states: the transformers layers that hold a
-    convolution or recurrence state, by index.
+    convolution or recurrence state, instead of keys or beside them, by index.
     """
 
     seen: int
@@ -119,13 +119,18 @@ def load_snapshot(path: str | Path) -> Snapshot:
     return Snapshot(about["seen"], tuple(about["windows"]), about["slack"], about["owner"], layers, {})
 
 
-def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str) -> None:
+def check_fits(snapshot: Snapshot, windows: Sequence[Any], owner: str, states: Collection[int]) -> None:
     """Raises ValueError for a snapshot of another model than a cache with these windows and this owner belongs to."""
     if snapshot.owner and owner and snapshot.owner != owner:
         raise ValueError(f"this snapshot was made by {snapshot.owner}, and the cache belongs to {owner}")
     if snapshot.windows != tuple(windows):
         raise ValueError(
             f"the snapshot's layers have the windows {list(snapshot.windows)}, and the cache's {list(windows)}"
+        )
+    if set(snapshot.states) != set(states):
+        raise ValueError(
+            f"the snapshot has convolution or recurrence states in layers {sorted(snapshot.states)}, and the cache in "
+            f"layers {sorted(states)}"
         )
 
 
@@ -156,8 +161,3 @@ def _at_the_end(tensor: Tensor, count: int) -> Tensor:
 def repeated(tensor: Tensor, rows: int) -> Tensor:
     """One row as `rows` equal ones; any other tensor must have `rows` rows already."""
     return tensor.expand(rows, *tensor.shape[1:]) if tensor.shape[0] == 1 else tensor
-
-
-def repeat_state(layer: Any, rows: int) -> None:
-    """Makes a state layer of one row hold `rows` equal ones."""
-    layer.reorder_cache(torch.zeros(rows, dtype=torch.int64))

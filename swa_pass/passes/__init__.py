@@ -2,6 +2,7 @@
 
     find      attention sites, what their masks are, where their keys come from      (passes/find.py)
     fuse      sites that are proven -> attention on the store + write of the new token (passes/fuse.py)
+    pads      proven sites that stay -> pads hidden in their masks                  (passes/pads.py)
     states    the same for graphs that keep keys in tensors of their own: what idiom, what mask  (passes/states.py)
     adopt     proven states -> rings where the graph owns them, attention in place elsewhere     (passes/adopt.py)
     pages     attention on gathered pages -> the blocks of the window                           (passes/pages.py)
@@ -34,6 +35,7 @@ from .decode_linear import use_decode_linear
 from .find import Finding, find_sites
 from .first_key import counts_from_first
 from .fuse import fuse_sites
+from .pads import pad_sites
 from .pages import PageFinding, find_pages, read_pages
 from .states import StateFinding, find_states
 from .tokens import TokenFinding, find_tokens, read_tokens
@@ -48,7 +50,7 @@ class Rewrite:
 
     graph: the rewritten graph (the one that was given, changed in place; an ExportedProgram for an ExportedProgram).
     findings: attention on a HybridCache;  fused: its layers that were rewritten;  views_left: its layers whose keys are
-        still read in time order.
+        still read in time order;  padded: those of them whose masks hide left pads all the same.
     states: attention on states that the graph keeps itself, each with the reason if it was left alone.
     owned: buffers that the graph got from us, by name: rings, and the number of tokens seen.
     """
@@ -57,6 +59,7 @@ class Rewrite:
     findings: tuple[Finding, ...]
     fused: tuple[int, ...]
     views_left: tuple[int, ...]
+    padded: tuple[int, ...]
     states: tuple[OtherFinding, ...]
     owned: dict[str, Tensor]
     linears: int
@@ -96,6 +99,7 @@ def rewrite_graph(
     before = tuple(op_name(node) for node in gm.graph.nodes)
     findings = find_sites(gm)
     fused = fuse_sites(gm, findings)
+    padded = pad_sites(gm, findings, fused)
     kept = find_states(gm, own_state) if states else []
     owned = adopt_states(gm, kept, slack)
     pages = find_pages(gm) if states else []
@@ -108,7 +112,8 @@ def rewrite_graph(
     left: list[Any] = sorted({node.args[4] for node in gm.graph.nodes if is_view(node)})
     after = tuple(op_name(node) for node in gm.graph.nodes)
     others: tuple[OtherFinding, ...] = (*kept, *pages, *tokens, *blocks)
-    result = Rewrite(gm, tuple(findings), tuple(fused), tuple(left), others, owned, linears, before, after)
+    layers = tuple(fused), tuple(left), tuple(padded)
+    result = Rewrite(gm, tuple(findings), *layers, others, owned, linears, before, after)
     diary.finish(result)
     return result
 

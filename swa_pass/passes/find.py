@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch.fx import GraphModule, Node
 
-from ..formula import Field
+from ..formula import Field, Lin, is_one
 from ..graph import example, has_side_effect, integer, op_name, shape_of
-from ..masks import Mask, prove, unknown
+from ..masks import Mask, implied, prove, unknown
 from ..patterns import AttentionSite, kv_view
 from ..patterns.kv_view import KVView
 from .verdict import Verdict, attentions, outermost
@@ -16,16 +17,21 @@ from .verdict import Verdict, attentions, outermost
 
 @dataclass(frozen=True)
 class Finding(Verdict):
-    """One attention site on a cache layer of ours."""
+    """One attention site on a cache layer of ours.
+
+    extra: why fused attention cannot stand for it although its mask is proven (see `AttentionSite.extra`): it goes on
+    to read its keys in time order, also those of a ring.
+    """
 
     layer: int
     keys: KVView
     values: KVView
+    extra: str = ""
 
     @property
     def fusable(self) -> bool:
         """Whether the fused attention computes the same: no mask, only a window (or none)."""
-        return not self.refused and self.mask.kind in ("full", "sliding")
+        return not self.refused and not self.extra and self.mask.kind in ("full", "sliding")
 
     @property
     def heads(self) -> int:
@@ -40,11 +46,15 @@ def find_sites(gm: GraphModule) -> list[Finding]:
         keys, values = kv_view.find(site.key), kv_view.find(site.value)
         if keys is None or values is None:
             continue  # not an attention on our cache (a vision tower, cross attention)
-        problem = idiom.validate(site) or _mismatch(site, keys, values)
+        extra = site.extra
+        problem = idiom.validate(replace(site, extra="")) or _mismatch(site, keys, values)
         mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
+        if not problem and mask.kind == "unknown":
+            biased = _biased(site, keys, memo)
+            mask, extra = (mask, extra) if biased is None else (biased, "a position bias is part of the mask")
         if not mask.refused:
             problem = problem or _wrong_window(mask, keys)
-        findings.append(Finding(site, mask, problem, keys.layer, keys, values))
+        findings.append(Finding(site, mask, problem, keys.layer, keys, values, extra))
     return _without_other_readers(outermost(findings))
 
 
@@ -88,6 +98,25 @@ def _prove_once(
             site.mask, keys.query_offset + skipped, keys.key_offset, queries, shape_of(keys.node)[2], memo
         )
     return verdicts[where]
+
+
+def _biased(site: AttentionSite, keys: KVView, memo: dict[Node, Field]) -> Mask | None:
+    """The verdict about an additive mask that adds numbers to the scores: from what it hides for certain.
+
+    More keys may be hidden, which a ring does not mind. None: it does not even hide what comes after the query.
+    """
+    skipped = integer(shape_of(keys.new)[2] - shape_of(site.query)[2])
+    if skipped is None or example(site.mask).dtype == torch.bool:
+        return None
+    one = {name: is_one(size) for name, size in zip("qk", (shape_of(site.query)[2], shape_of(keys.node)[2]))}
+    query, key = (Lin(0) if one[name] else Lin.symbol(name) for name in "qk")
+    distance = keys.query_offset + skipped + query - keys.key_offset - key
+    bounds = implied(site.mask, memo)
+    causal = [bound for bound in bounds if (bound - distance).is_const and (bound - distance).const <= 0]
+    reach = [(bound + distance).const for bound in bounds if (bound + distance).is_const]
+    if not causal:
+        return None
+    return Mask("full") if not reach else Mask("sliding", window=min(reach) + 1) if min(reach) >= 0 else None
 
 
 def _mismatch(site: AttentionSite, keys: KVView, values: KVView) -> str:

@@ -99,7 +99,7 @@ def _mismatch(site: AttentionSite, keys: StateUse, values: StateUse, groups: tup
 
 def _needs_no_mask(site: AttentionSite, keys: StateUse) -> bool:
     """One query that comes after all that is read sees all of it."""
-    plain = site.mask is None and not site.is_causal and not site.problem and site.dropout == 0.0
+    plain = site.mask is None and not site.is_causal and not (site.problem or site.extra) and site.dropout == 0.0
     return plain and keys.layout == "joined" and str(shape_of(site.query)[2]) == "1"
 
 

@@ -9,6 +9,7 @@ Read backwards from the last matmul, each step optional unless marked:
     s - s.amax(-1)                                    changes nothing in a softmax
     cat([s, sinks.reshape(1, H, 1, 1).expand], -1)    sinks: one learned logit per head in the denominator
     s + mask | where(mask, s, large negative)
+    s + bias                                         a position bias: `extra`, as fused attention takes none
     tanh(s / cap) * cap                               softcap, before the mask
     s * scale | s / divisor
     matmul(q, k.transpose(2, 3))                      required
@@ -48,7 +49,7 @@ def read(node: Node) -> AttentionSite | None:
     softmax, dropout, drops_column = _softmax_behind(weights)
     if softmax is None or not isinstance(value, Node):
         return None
-    found: dict[str, Any] = {"mask": None, "scale": 1.0, "softcap": 0.0, "sinks": None, "problem": ""}
+    found: dict[str, Any] = {"mask": None, "scale": 1.0, "softcap": 0.0, "sinks": None, "problem": "", "extra": ""}
     scores: Any = softmax.args[0]
     try:
         _check_softmax(softmax, scores)
@@ -73,8 +74,8 @@ def read(node: Node) -> AttentionSite | None:
 
 
 def validate(site: AttentionSite) -> str:
-    if site.problem:
-        return site.problem
+    if site.problem or site.extra:
+        return site.problem or site.extra
     if site.dropout != 0.0:
         return f"attention dropout is on (p={site.dropout}); call model.eval()"
     if site.mask is None:
@@ -172,7 +173,7 @@ def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
     while isinstance(sinks, Node) and op_name(sinks) in ("expand", "reshape", *_TRANSPARENT):
         sinks = sinks.args[0]
     if not isinstance(sinks, Node) or [str(s) for s in shape_of(sinks)] != [str(shape_of(parts[0])[1])]:
-        raise Stop("the sinks are not one number per head")
+        sinks, found["extra"] = None, "the sinks are not one number per head"
     column = shape_of(parts[1])
     if column[-1] != 1:
         raise Stop(f"{column[-1]} columns of sinks were added, one is known")
@@ -218,16 +219,14 @@ def _read_mask(scores: Any, found: dict[str, Any]) -> Any:
             first, second = second, first
         if not example(second).dtype.is_floating_point:  # added to scores, True is 1: no mask
             raise Stop(f"a tensor of {example(second).dtype} is added to the scores")
-        found["mask"] = second
-        if op_name(through(first)) == "add":
-            raise Stop("a second tensor (a position bias) is added to the scores")
-        return first
+        found["mask"], found["mask_at"] = second, scores
+        return _without_bias(first, found)
     if name == "where":
         condition, inner, hidden = (argument(scores, i, n, None) for i, n in enumerate(("condition", "input", "other")))
         if isinstance(hidden, Node) and op_name(hidden) == "scalar_tensor":  # how ATen writes a number here
             hidden = hidden.args[0]
         if isinstance(hidden, (int, float)) and hidden <= ADDITIVE_HIDDEN and _holds_scores(inner):
-            found["mask"] = condition
+            found["mask"], found["mask_at"] = condition, scores
             return inner
     return scores
 
@@ -248,6 +247,18 @@ def _check_one_mask(scores: Any) -> None:
             "not by positions: it fits no cache but one with exactly a slot for each token seen"
         )
     raise Stop("the scores go through two masks")
+
+
+def _without_bias(scores: Any, found: dict[str, Any]) -> Any:
+    """The scores before a position bias came to them."""
+    total = through(scores)
+    if op_name(total) != "add":
+        return scores
+    holding = [term for term in total.args[:2] if _holds_scores(term)]
+    if len(holding) != 1 or any(op_name(through(term)) == "add" for term in holding):
+        raise Stop("more than one tensor (a position bias) is added to the masked scores")
+    found["extra"] = "a second tensor (a position bias) is added to the scores"
+    return holding[0]
 
 
 def _holds_scores(node: Any) -> bool:

@@ -54,6 +54,7 @@ def match(node: Node) -> AttentionSite | None:
         scale=scale,
         is_causal=is_causal,
         dropout=dropout,
+        mask_at=call,
         grouped=call is not node or bool(call.kwargs.get("enable_gqa", False)),  # a device's operator always shares
         problem=f"scaled_dot_product_attention has the unknown argument {unknown[0]}" if unknown else "",
     )

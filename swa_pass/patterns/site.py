@@ -15,7 +15,10 @@ class AttentionSite:
     node: its result, (B, heads, q, v_head_dim).  mask: boolean or additive, or None.  grouped: the idiom itself
     shares kv heads among query heads; otherwise `key` already has as many heads as `query`.
     inner: an attention within this one, which by itself would match too.
+    mask_at: the node that takes the mask.
     problem: what `match` saw that this idiom does not allow (empty: nothing).
+    extra: what else goes into the scores or the softmax, for which fused attention has no argument (empty: nothing). It
+    is finite, so that the mask alone says which keys are hidden.
     """
 
     node: Node
@@ -30,4 +33,6 @@ class AttentionSite:
     softcap: float = 0.0
     sinks: Node | None = None
     inner: Node | None = None
+    mask_at: Node | None = None
     problem: str = ""
+    extra: str = ""
