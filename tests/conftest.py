@@ -13,6 +13,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+# The kernels for AVX512-BF16 are tested everywhere, with the instruction emulated.
+os.environ.setdefault("SWA_PASS_EMULATE", "1")
 
 # pytest hangs its handlers on every logger that does not propagate. Dynamo takes a handler on this one as the wish for
 # structured traces, and then spends a third of a capture on writing them.

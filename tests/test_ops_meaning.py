@@ -32,7 +32,7 @@ def test_groups(impl: Implementation, group: int, tokens: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(("group", "tokens"), [(5, 1), (8, 1), (16, 1), (9, 3)])
 @pytest.mark.parametrize("dim", [7, 64, 80, 96])
-@pytest.mark.parametrize("impl", ["avx512", "avx2", "plain"], indirect=True)
+@pytest.mark.parametrize("impl", ["avx512bf16", "avx512", "avx2", "plain"], indirect=True)
 def test_many_rows_over_short_keys(impl: Implementation, dtype: torch.dtype, group: int, tokens: int, dim: int) -> None:
     """Scores by columns: 16 keys at a time, from both runs of a ring and the new tokens; more than a block of keys."""
     shape: dict[str, Any] = {"group": group, "tokens": tokens, "dim": dim, "dtype": dtype, "kv_heads": 1}
@@ -198,7 +198,7 @@ def test_empty_batch_and_no_tokens(impl: Implementation) -> None:
 
 def test_infinite_and_nan_tokens_stay_with_queries_that_see_them() -> None:
     """The kernels read only what a query sees: a NaN in a later draft token cannot reach earlier queries."""
-    for name in ("avx512", "avx2", "plain"):
+    for name in ("avx512bf16", "avx512", "avx2", "plain"):
         try:
             impl = implementation(name)
         except pytest.skip.Exception:

@@ -126,7 +126,7 @@ def test_one_mask_for_equal_sites():
     graph, _, _ = rewritten(Biased(sites=2, form="added"), inputs())
     hidden = [node for node in graph.graph.nodes if node.target is hide_pads]
     assert len(hidden) == len({node.args[0] for node in hidden})
-    assert all(tuple(node.meta["example_value"].shape)[0] == B for node in hidden)
+    assert all(node.meta["example_value"].shape[0] == B for node in hidden)
     assert [op_name(user) for node in hidden for user in node.users] == ["add"] * 2
 
 

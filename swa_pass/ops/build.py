@@ -5,10 +5,12 @@ inside the torch package. The hot loops are compiled once for each instruction s
 shared by different machines (a home folder on a network) is safe.
 
 Environment:
-    SWA_PASS_KERNEL     "torch": never compile or load, use torch ops. "avx512", "avx2", "plain": this variant.
+    SWA_PASS_KERNEL     "torch": never compile or load, use torch ops. "avx512bf16", "avx512", "avx2", "plain": it.
     SWA_PASS_CACHE_DIR  where compiled kernels are kept.
     CXX                 the compiler, instead of the first of c++, g++, clang++ on the PATH.
     SWA_PASS_CXXFLAGS   more flags for it, after ours (`make sanitize`).
+    SWA_PASS_EMULATE    "1": also compile "avx512bf16emulated", which does without the instructions of "avx512bf16". For
+                        tests: slow, and never chosen by itself.
 """
 
 from __future__ import annotations
@@ -37,14 +39,15 @@ SOURCES = Path(__file__).parent / "kernels" / "cpu"
 COMPILERS = ("c++", "g++", "clang++")
 EXPECTED_SECONDS = 50  # on two cores
 
-# name -> flags; best first, "plain" last. The names are those that binding.cpp asks the processor for.
+# name -> flags; best first, "plain" last. binding.cpp knows what each needs from the processor.
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"]
 X86_VARIANTS = {
-    "avx512": ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx2", "-mfma", "-mf16c"],
+    "avx512bf16": [*AVX512, "-mavx512bf16"],
+    "avx512": AVX512,
     "avx2": ["-mavx2", "-mfma", "-mf16c"],
     "plain": [],
 }
-# For linear.cpp there is one more; linear_binding.cpp asks the processor for it.
-X86_LINEAR_VARIANTS = {"avx512bf16": [*X86_VARIANTS["avx512"], "-mavx512bf16"]} | X86_VARIANTS
+EMULATED = {"avx512bf16emulated": [*AVX512, "-DSWA_EMULATE_BF16"]}
 
 _lock = threading.Lock()
 _tried = False
@@ -152,7 +155,7 @@ def _library() -> Path:
         torch.__version__,
         platform.machine(),
         sys.platform,
-        repr(_linear_variants()),
+        repr(_variants()),
         repr(_flags()),
         _more_flags(),
     ]
@@ -189,13 +192,9 @@ def _library() -> Path:
 
 
 def _variants() -> dict[str, list[str]]:
-    if platform.machine().lower() in ("x86_64", "amd64"):
-        return X86_VARIANTS
-    return {"plain": []}
-
-
-def _linear_variants() -> dict[str, list[str]]:
-    return X86_LINEAR_VARIANTS if _variants() is X86_VARIANTS else _variants()
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return {"plain": []}
+    return X86_VARIANTS | (EMULATED if os.environ.get("SWA_PASS_EMULATE") == "1" else {})
 
 
 def _flags() -> list[str]:
@@ -218,13 +217,15 @@ def _compile(compiler: list[str], work: Path) -> Path:
     jobs, more = {}, shlex.split(_more_flags())
     for source in ("binding", "linear_binding", "listed_binding"):
         jobs[f"{source}.o"] = [*compiler, "-fPIC", *_flags(), f"-I{work}", "-c", str(SOURCES / f"{source}.cpp")]
-    for source, list_file, variants in (
-        ("attend", "variants.inc", _variants()),
-        ("listed", "variants.inc", _variants()),
-        ("linear", "linear_variants.inc", _linear_variants()),
+    variants = _variants()
+    plainer = {name: flags for name, flags in variants.items() if not name.startswith("avx512bf16")}
+    for source, list_file, chosen in (
+        ("attend", "variants.inc", variants),
+        ("linear", "variants.inc", variants),
+        ("listed", "listed_variants.inc", plainer),
     ):
-        (work / list_file).write_text("".join(f"SWA_VARIANT({name})\n" for name in variants), encoding="utf-8")
-        for name, flags in variants.items():
+        (work / list_file).write_text("".join(f"SWA_VARIANT({name})\n" for name in chosen), encoding="utf-8")
+        for name, flags in chosen.items():
             loops = [*compiler, "-fPIC", "-O3", "-std=c++17", f"-DSWA_ISA={name}", *flags]
             jobs[f"{source}_{name}.o"] = [*loops, "-c", str(SOURCES / f"{source}.cpp")]
     with ThreadPoolExecutor(min(len(jobs), os.cpu_count() or 1)) as pool:

@@ -25,10 +25,10 @@ struct State {
   }
 };
 
-static int64_t state_floats(const SwaTask* t) {
+[[maybe_unused]] static int64_t state_floats(const SwaTask* t) {
   return round_up(t->group * t->tokens, VL) * 2 + t->group * t->tokens * round_up(t->value_dim, CHUNK);
 }
-static int64_t scratch_floats(const SwaTask* t) {
+[[maybe_unused]] static int64_t scratch_floats(const SwaTask* t) {
   return t->group * t->tokens * (round_up(t->dim, CHUNK) + BLOCK_STRIDE);
 }
 
@@ -36,31 +36,35 @@ template <class E>
 struct Attention {
   typedef typename E::T T;
   typedef typename E::IO IO;
+  typedef Numbers<E> N;
   // Whether later tiles prefetch too. It costs little, and for the less common cases it halves the loops to compile.
   static constexpr bool AGAIN = E::SCALED || VL < 16;
   const SwaTask& t;
   State s;
-  float *q, *scores;  // scratch: queries in float (chunks, rows, CHUNK), scores of one block (rows, BLOCK_STRIDE)
+  float *q, *scores;  // scratch: queries (chunks, rows, N::QUERY), scores or weights of one block (rows, BLOCK_STRIDE)
+  float factor;       // of the scores
+  int64_t k_ahead, v_ahead;  // tokens from the one in use to the one being fetched
 
   Attention(const SwaTask& task, float* state, float* scratch) : t(task), s(state, task) {
+    k_ahead = tokens_ahead(t.dim), v_ahead = tokens_ahead(t.value_dim);
     q = scratch;
     scores = scratch + s.rows * round_up(t.dim, CHUNK);
     // Scores come out in units of log2, for 2^x; under a softcap, in units of the cap.
-    float factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * LOG2E;
+    factor = t.softcap > 0 ? t.scale / t.softcap : t.scale * LOG2E;
     for (int64_t row = 0, g = 0, i = 0; row < s.rows; row++, g++) {
       if (g == t.group) g = 0, i++;
       const typename IO::T* from = (const typename IO::T*)t.q + g * t.q_head + i * t.q_token;
-      for (int64_t d = 0; d < t.dim; d += CHUNK) {
-        vf a, b;
-        if (d + CHUNK <= t.dim) IO::load2(from + d, a, b);
-        else load2_tail<IO>(from + d, (int)(t.dim - d), a, b);
-        store(q + d * s.rows + row * CHUNK, a * factor);
-        store(q + d * s.rows + row * CHUNK + VL, b * factor);
-      }
+      for (int64_t d = 0; d < t.dim; d += CHUNK)
+        N::store_query(q + (d / CHUNK * s.rows + row) * N::QUERY, from + d, (int)min64(CHUNK, t.dim - d), factor);
       s.top[row] = LOWEST;
       s.total[row] = 0;
     }
     memset(s.values, 0, s.rows * s.width * sizeof(float));
+  }
+
+  static int64_t tokens_ahead(int64_t dim) {
+    unsigned row = (unsigned)dim * sizeof(T);  // (a division of 64 bits takes four times as long)
+    return (PREFETCH + row - 1) / row;
   }
 
   static const float* factors(const float* first, int64_t at) { return E::SCALED ? first + at : nullptr; }
@@ -77,9 +81,10 @@ struct Attention {
     }
   };
 
-  // Bytes from number `at` of `n` tokens in a row of memory (`stride` numbers each) to what is fetched when it is used.
-  static int64_t ahead(const T* tokens, int64_t stride, int64_t at, int64_t n, const T* after) {
-    int64_t row = stride * sizeof(T), distance = (PREFETCH + row - 1) / row;
+  // Bytes from number `at` of `n` tokens in a row of memory (`stride` numbers each) to what is fetched when it is used:
+  // `distance` tokens later.
+  static int64_t ahead(const T* tokens, int64_t stride, int64_t distance, int64_t at, int64_t n, const T* after) {
+    int64_t row = stride * sizeof(T);
     if (!after || at + distance < n) return distance * row;
     return (const char*)(after + (at + distance - n) * stride) - (const char*)(tokens + at * stride);
   }
@@ -107,7 +112,13 @@ struct Attention {
   void weigh(int64_t r0, int64_t r1, const Run* block, int pieces, int64_t held) {
     score(r0, r1, block, pieces);
     for (int64_t r = r0; r < r1; r += ACCS) soften(r, min64(ACCS, r1 - r), held);
-    for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) value_block(r0, r1, block[i], at);
+    if (E::SCALED)
+      for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) scale_columns(r0, r1, at, block[i].v_scale, block[i].n);
+    int64_t wide = WIDE_ROWS ? (r1 - r0) / 8 * 8 : 0;
+    if constexpr (WIDE_ROWS)
+      if (wide > 0) wide_values(r0, r0 + wide, block, pieces, held);
+    if (r0 + wide == r1) return;
+    for (int64_t i = 0, at = 0; i < pieces; at += block[i++].n) value_block(r0 + wide, r1, block[i], at);
   }
 
   void score(int64_t r0, int64_t r1, const Run* block, int pieces) {
@@ -122,34 +133,38 @@ struct Attention {
 
 #if defined(SWA_COLUMNS)
   __attribute__((noinline)) void score_by_columns(int64_t r0, int64_t r1, const Run* block, int pieces) {
-    const T* keys[BLOCK + VL];  // of all pieces, so that only the last 16 keys of a block may be fewer
+    alignas(64) uint32_t words[COLUMN_WORDS * COLUMN_KEYS];
+    const T* keys[BLOCK + COLUMN_KEYS];  // of all pieces, so that only the last keys of a block may be fewer
     int64_t held = 0;
     for (int i = 0; i < pieces; i++) {
       const T* k = block[i].k;
       for (int64_t j = 0; j < block[i].n; j++, k += block[i].k_stride) keys[held++] = k;
     }
-    for (int64_t j = held; j < round_up(held, VL); j++) keys[j] = keys[held - 1];
-    for (int64_t j = 0, first = 0, piece = 0; j < held; j += VL) {
+    for (int64_t j = held; j < round_up(held, COLUMN_KEYS); j++) keys[j] = keys[held - 1];
+    int64_t all_words = round_up(t.dim, VL * E::PER) / E::PER;
+    for (int64_t j = 0, first = 0, piece = 0; j < held; j += COLUMN_KEYS) {
       while (j >= first + block[piece].n) first += block[piece++].n;
       const Run& run = block[piece];
-      const char* fetched = (const char*)keys[j] + ahead(run.k, run.k_stride, j - first, run.n, run.k_after);
-      for (int64_t r = r0; r < r1; r += 8) {
-        const float* from = q + r * CHUNK;
-        float* to = scores + r * BLOCK_STRIDE + j;
-        if (r == r0) score_columns<E, 8, true>(keys + j, t.dim, fetched, from, s.rows * CHUNK, r1 - r, to);
-        else score_columns<E, 8, false>(keys + j, t.dim, fetched, from, s.rows * CHUNK, r1 - r, to);
+      const char* fetched = (const char*)keys[j] + ahead(run.k, run.k_stride, k_ahead, j - first, run.n, run.k_after);
+      for (int64_t w = 0; w < all_words; w += COLUMN_WORDS, fetched += COLUMN_WORDS * 2 * 64) {
+        int64_t count = min64(COLUMN_WORDS, all_words - w);
+        transpose_keys<E>(keys + j, w, count, t.dim - w * E::PER, words);
+        for (int64_t r = r0; r < r1; r += 8)
+          score_columns<E, 8>(words, count, r == r0 ? fetched : (const char*)words,
+                              q + (w * E::PER / CHUNK * s.rows + r) * N::QUERY, s.rows * N::QUERY, r1 - r, w == 0,
+                              scores + r * BLOCK_STRIDE + j);
       }
     }
   }
 #endif
 
   __attribute__((noinline)) void score_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
-    int64_t q_step = s.rows * CHUNK;
+    int64_t q_step = s.rows * N::QUERY;
     for (int64_t j = 0; j < run.n; j += KEYS) {
       int64_t m = min64(KEYS, run.n - j);
       const T* k = run.k + j * run.k_stride;
 #define SWA_SCORES(QT, FIRST) \
-  score_rows<E, QT, FIRST>(k, run.k_stride, m, t.dim, q + r * CHUNK, q_step, scores + r * BLOCK_STRIDE + at + j)
+  score_rows<E, QT, FIRST>(k, run.k_stride, m, t.dim, q + r * N::QUERY, q_step, scores + r * BLOCK_STRIDE + at + j)
       SWA_FOR_ROW_TILES(r0, r1, SWA_SCORES)
 #undef SWA_SCORES
       if (E::SCALED) scale_columns(r0, r1, at + j, run.k_scale + j, m);
@@ -168,20 +183,21 @@ struct Attention {
   // for all rows at once: otherwise a row waits for the end of the one before.
   __attribute__((noinline)) void soften(int64_t first, int64_t rows, int64_t n) {
     int64_t padded = round_up(n, VL);
-    vf most[ACCS] = {}, total[ACCS] = {};
+    vf most[ACCS], total[ACCS];
+    for (int64_t r = rows; r < ACCS; r++) most[r] = total[r] = vf{};
     for (int64_t r = 0; r < rows; r++) {
       float* x = scores + (first + r) * BLOCK_STRIDE;
+      if (!N::SCALES_QUERY)
+        for (int64_t j = 0; j < n; j += VL) store(x + j, load(x + j) * factor);
       if (t.softcap > 0) {
         float cap = t.softcap * LOG2E;
         for (int64_t j = n; j < padded; j++) x[j] = 0;
         for (int64_t j = 0; j < padded; j += VL) store(x + j, tanh_vec(load(x + j)) * cap);
       }
       for (int64_t j = n; j < padded; j++) x[j] = LOWEST;
-      most[r] = load(x);
-      for (int64_t j = VL; j < padded; j += VL) {
-        vf y = load(x + j);
-        most[r] = y > most[r] ? y : most[r];
-      }
+      vf best = load(x);
+      for (int64_t j = VL; j < padded; j += VL) best = larger(load(x + j), best);
+      most[r] = best;
     }
     float top[ACCS], shrink[ACCS], sum[ACCS];
     maxima(most, top);
@@ -195,11 +211,8 @@ struct Attention {
     for (int64_t r = 0; r < rows; r++) {
       float* x = scores + (first + r) * BLOCK_STRIDE;
       vf sums_of_row = {};
-      for (int64_t j = 0; j < padded; j += VL) {
-        vf w = exp2_neg(load(x + j) - top[r]);
-        store(x + j, w);
-        sums_of_row += w;  // the padding adds 2^-126 each: nothing beside a sum of at least 1
-      }
+      for (int64_t j = 0; j < padded; j += VL)  // the padding adds 2^-126 each: nothing beside a sum of at least 1
+        sums_of_row += N::store_weights(x, j, exp2_neg(load(x + j) - top[r]));
       total[r] = sums_of_row;
       if (shrink[r] == 1 || s.total[first + r] == 0) continue;
       float* values = s.values + (first + r) * s.width;
@@ -212,35 +225,50 @@ struct Attention {
     }
   }
 
+  // Tiles of 8 rows, over all pieces at once: a few keys would not be worth the loading and storing of sums.
+  __attribute__((noinline)) void wide_values(int64_t r0, int64_t r1, const Run* block, int pieces, int64_t held) {
+    const T* from[BLOCK];
+    for (int64_t i = 0, n = 0; i < pieces; i++)
+      for (int64_t j = 0; j < block[i].n; j++) from[n++] = block[i].v + j * block[i].v_stride;
+    for (int64_t j = 0, first = 0, piece = 0; j < held; j += WIDE_KEYS) {
+      while (j >= first + block[piece].n) first += block[piece++].n;
+      const Run& run = block[piece];
+      int64_t m = min64(WIDE_KEYS, held - j);
+      const char* fetched = (const char*)from[j] + ahead(run.v, run.v_stride, v_ahead, j - first, run.n, run.v_after);
+      for (int64_t d = 0; d < t.value_dim; d += CHUNK) {
+        // In order of memory, not of use: each of the passes over these keys fetches a stretch of its own.
+        const char* in_order = fetched + d * m * sizeof(T);
+        int tail = d + CHUNK <= t.value_dim ? 0 : (int)(t.value_dim - d);
+        auto place = [&](int64_t i) { return from[j + i] + d; };
+        for (int64_t r = r0; r < r1; r += 8) {
+          const typename N::Weight* weights = weights_of(r) + j;
+          float* values = s.values + r * s.width + d;
+          if (r == r0) value_tile<E, 8, 1, true>(place, m, tail, in_order, weights, values, s.width);
+          else value_tile<E, 8, 1, false>(place, m, tail, in_order, weights, values, s.width);
+        }
+      }
+    }
+  }
+
   __attribute__((noinline)) void value_block(int64_t r0, int64_t r1, const Run& run, int64_t at) {
-    int64_t step = r1 - r0 >= 8 && WIDE_ROWS ? WIDE_KEYS : KEYS;
-    for (int64_t j = 0; j < run.n; j += step) {
-      int64_t m = min64(step, run.n - j);
-      if (E::SCALED) scale_columns(r0, r1, at + j, run.v_scale + j, m);
+    for (int64_t j = 0; j < run.n; j += KEYS) {
+      int64_t m = min64(KEYS, run.n - j);
       for (int64_t d = 0; d < t.value_dim;) {
         const T* v = run.v + j * run.v_stride + d;
         int tail = d + CHUNK <= t.value_dim ? 0 : (int)(t.value_dim - d);
-        int chunks = d + VALUE_CHUNKS * CHUNK <= t.value_dim && step == KEYS ? VALUE_CHUNKS : 1;
+        int chunks = d + VALUE_CHUNKS * CHUNK <= t.value_dim ? VALUE_CHUNKS : 1;
 #define SWA_VALUES(QT, FIRST)                                                                     \
-  value_rows<E, QT, FIRST>(v, run.v_stride, m, chunks, tail, scores + r * BLOCK_STRIDE + at + j,  \
+  value_rows<E, QT, FIRST>(v, run.v_stride, m, chunks, tail, weights_of(r) + at + j,  \
                            s.values + r * s.width + d, s.width)
-        int64_t from = r0;
-        if constexpr (WIDE_ROWS) {
-          // In order of memory, not of use: each of the passes over these keys fetches a stretch of its own.
-          const char* in_order = (const char*)(run.v + j * run.v_stride + d * m) +
-                                 ahead(run.v, run.v_stride, j, run.n, run.v_after);
-          for (int64_t r = r0; from + 8 <= r1; r = from += 8) {
-            if (r == r0) value_tile<E, 8, 1, true>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
-                                                   s.values + r * s.width + d, s.width);
-            else value_tile<E, 8, 1, false>(v, run.v_stride, m, tail, in_order, scores + r * BLOCK_STRIDE + at + j,
-                                            s.values + r * s.width + d, s.width);
-          }
-        }
-        SWA_FOR_ROW_TILES(from, r1, SWA_VALUES)
+        SWA_FOR_ROW_TILES(r0, r1, SWA_VALUES)
 #undef SWA_VALUES
         d += chunks * CHUNK;
       }
     }
+  }
+
+  const typename N::Weight* weights_of(int64_t row) const {
+    return (const typename N::Weight*)(scores + row * BLOCK_STRIDE);
   }
 
   // The store's tokens at positions [first, end), in place: at most two runs. Returns how many.
@@ -347,6 +375,19 @@ static void finish(const SwaTask* t, int64_t parts, float* states, int64_t size)
 #define SWA_JOIN_(a, b) a##b
 #define SWA_JOIN(a, b) SWA_JOIN_(a, b)
 
+#if defined(SWA_PAIRS)
+// Only attention on bf16 stores differs from AVX-512 (and its states do not).
+extern "C" const SwaKernels* swa_kernels_avx512();
+extern "C" const SwaKernels* SWA_JOIN(swa_kernels_, SWA_ISA)() {
+  static const SwaKernels kernels = [] {
+    SwaKernels all = *swa_kernels_avx512();
+    all.name = SWA_STRING(SWA_ISA);
+    all.partial[SWA_BF16] = SWA_ISA::partial<SWA_ISA::Bf16Pairs>;
+    return all;
+  }();
+  return &kernels;
+}
+#else
 extern "C" const SwaKernels* SWA_JOIN(swa_kernels_, SWA_ISA)() {
   using namespace SWA_ISA;
   static const SwaKernels kernels = {SWA_STRING(SWA_ISA), state_floats, scratch_floats,
@@ -354,3 +395,4 @@ extern "C" const SwaKernels* SWA_JOIN(swa_kernels_, SWA_ISA)() {
                                      {finish<Bf16>, finish<Fp16>, finish<Fp32>, finish<Int8>, finish<Fp8>}};
   return &kernels;
 }
+#endif

@@ -28,23 +28,44 @@
 
 namespace {
 
-bool machine_has(const char* name) {
+// What a processor has, as far as variants ask for it.
+enum Features { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4 };
+
+int machine() {
+  int found = 0;
 #if defined(__x86_64__)
   __builtin_cpu_init();
-  if (!strcmp(name, "avx512"))
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  if (!strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found |= AVX2;
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    found |= AVX512;
+  if (__builtin_cpu_supports("avx512bf16")) found |= AVX512_BF16;
 #endif
-  return !strcmp(name, "plain");
+  return found;
+}
+
+bool runs_on(const char* name, int features) {
+  auto has = [&](int all) { return (features & all) == all; };
+  if (!strcmp(name, "avx512bf16")) return has(AVX512 | AVX512_BF16);
+  if (!strcmp(name, "avx512") || !strcmp(name, "avx512bf16emulated")) return has(AVX512);
+  return !strcmp(name, "avx2") ? has(AVX2) : !strcmp(name, "plain");
 }
 
 std::atomic<const SwaKernels*> active{nullptr};
 
-// The best variant of this machine, or the one named. Null: no such variant, or the machine lacks it.
-const SwaKernels* find(const char* wanted) {
+// The best variant for a processor with these features, or the one named. Null: no such variant, or it needs more.
+const char* choose(const char* wanted, int features) {
 #define SWA_VARIANT(name) \
-  if ((!wanted || !strcmp(wanted, #name)) && machine_has(#name)) return swa_kernels_##name();
+  if ((!wanted || !strcmp(wanted, #name)) && runs_on(#name, features)) return #name;
+#include "variants.inc"
+#undef SWA_VARIANT
+  return nullptr;
+}
+
+const SwaKernels* find(const char* wanted) {
+  const char* chosen = choose(wanted, machine());
+#define SWA_VARIANT(name) \
+  if (chosen && !strcmp(chosen, #name)) return swa_kernels_##name();
 #include "variants.inc"
 #undef SWA_VARIANT
   return nullptr;
@@ -306,6 +327,9 @@ Tensor view(const Tensor& store, const Tensor& fresh, const Tensor& lengths, int
 }  // namespace
 
 extern "C" const char* swa_pass_variant() { return kernels().name; }
+
+// For tests: the variant that a processor with these Features would get.
+extern "C" const char* swa_pass_choice(int features) { return choose(nullptr, features); }
 
 // For tests and benchmarks: run another variant from now on. Returns 0 when this machine cannot.
 extern "C" int swa_pass_select(const char* name) {

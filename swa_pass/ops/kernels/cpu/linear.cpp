@@ -4,6 +4,7 @@
 // memory once, widened to fp32 once per tile, and used for all M rows. x is widened once per call, before, into the
 // order in which tiles read it. Sums are fp32; the bias is added to them, and then comes the only rounding.
 #include "linear.h"
+#include "pairs.h"
 #include "vec.h"
 
 namespace SWA_ISA {
@@ -52,24 +53,21 @@ struct Widened {
   }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(SWA_PAIRS)
 // The processor multiplies bf16 itself: nothing is widened, x neither.
 struct Paired {
   typedef Bf16 E;
   typedef uint16_t T;
   typedef uint16_t X;
-  typedef __m512i Inputs;
-  static SWA_INLINE Inputs weights(const T* p) { return _mm512_loadu_si512(p); }
-  static SWA_INLINE Inputs weights_tail(const T* p, int n) {
-    return _mm512_maskz_loadu_epi16((__mmask32)((1ull << n) - 1), p);
-  }
-  static SWA_INLINE Inputs packed(const X* p) { return _mm512_loadu_si512(p); }
+  typedef vu Inputs;
+  static SWA_INLINE Inputs weights(const T* p) { return load_words(p); }
+  static SWA_INLINE Inputs weights_tail(const T* p, int n) { return load_words_tail(p, n); }
+  static SWA_INLINE Inputs packed(const X* p) { return load_words(p); }
   static SWA_INLINE void pack(X* to, const T* from, int n) {
-    _mm512_storeu_si512(to, n == CHUNK ? weights(from) : weights_tail(from, n));
+    vu words = n == CHUNK ? load_words(from) : load_words_tail(from, n);
+    memcpy(to, &words, sizeof words);
   }
-  static SWA_INLINE void add(vf& sum, const Inputs& w, const Inputs& x) {
-    sum = (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-  }
+  static SWA_INLINE void add(vf& sum, const Inputs& w, const Inputs& x) { sum = dpbf16(sum, w, x); }
 };
 typedef Paired Bf16Products;
 #else

@@ -19,7 +19,7 @@
 #include "team.h"
 
 #define SWA_VARIANT(name) extern "C" const SwaLinearKernels* swa_linear_kernels_##name();
-#include "linear_variants.inc"
+#include "variants.inc"
 #undef SWA_VARIANT
 
 extern "C" const char* swa_pass_variant();  // the instruction set in use: binding.cpp
@@ -29,22 +29,11 @@ namespace {
 using at::Tensor;
 using Maybe = std::optional<Tensor>;
 
-bool multiplies_bf16() {
-#if defined(__x86_64__)
-  static const bool can = (__builtin_cpu_init(), __builtin_cpu_supports("avx512bf16"));
-  return can;
-#else
-  return false;
-#endif
-}
-
-// Kernels for the instruction set in use; with AVX-512, also for its bf16 extension where the machine has it.
 const SwaLinearKernels* kernels() {
   const char* name = swa_pass_variant();
-  if (!strcmp(name, "avx512") && multiplies_bf16()) name = "avx512bf16";
 #define SWA_VARIANT(variant) \
   if (!strcmp(name, #variant)) return swa_linear_kernels_##variant();
-#include "linear_variants.inc"
+#include "variants.inc"
 #undef SWA_VARIANT
   return nullptr;
 }
@@ -68,7 +57,7 @@ void* packed_memory(size_t bytes) {
 // Up to how many rows the kernels are used. At 64 they still take a third of oneDNN's time on a Xeon without bf16
 // instructions. With them oneDNN is good at many rows; 16 is a cautious guess, not measured.
 int64_t max_rows(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 && multiplies_bf16() ? 16 : SWA_LINEAR_MAX_ROWS;
+  return dtype == at::kBFloat16 && !strcmp(swa_pass_variant(), "avx512bf16") ? 16 : SWA_LINEAR_MAX_ROWS;
 }
 
 bool fits(const Tensor& x, const Tensor& weight, const Maybe& bias) {

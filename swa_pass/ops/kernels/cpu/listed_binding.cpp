@@ -15,7 +15,7 @@
 #include "team.h"
 
 #define SWA_VARIANT(name) extern "C" const SwaListedKernels* swa_listed_kernels_##name();
-#include "variants.inc"
+#include "listed_variants.inc"
 #undef SWA_VARIANT
 
 extern "C" const char* swa_pass_variant();  // the instruction set in use: binding.cpp
@@ -31,9 +31,10 @@ constexpr int64_t MAX_QUERIES = 128;  // beyond, matrix products on what was gat
 
 const SwaListedKernels& kernels() {
   const char* name = swa_pass_variant();
+  if (!strncmp(name, "avx512", 6)) name = "avx512";  // also for those that multiply bf16
 #define SWA_VARIANT(variant) \
   if (!strcmp(name, #variant)) return *swa_listed_kernels_##variant();
-#include "variants.inc"
+#include "listed_variants.inc"
 #undef SWA_VARIANT
   TORCH_CHECK(false, "swa_pass: no kernels for ", name);
 }

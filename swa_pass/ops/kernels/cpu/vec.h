@@ -34,9 +34,18 @@ SWA_INLINE vf load(const float* p) { vf v; memcpy(&v, p, sizeof v); return v; }
 SWA_INLINE void store(float* p, vf v) { memcpy(p, &v, sizeof v); }
 SWA_INLINE vf as_float(vu v) { return (vf)v; }
 
+// The larger one of each pair; y where one of them is NaN.
+SWA_INLINE vf larger(vf x, vf y) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_max_ps((__m512)x, (__m512)y);
+#else
+  return x > y ? x : y;
+#endif
+}
+
 // 2^x for x <= 0 (softmax runs in base 2). Below -126 it stays at 2^-126. NaN stays NaN. Relative error under 3e-7.
 SWA_INLINE vf exp2_neg(vf x) {
-  x = x < -126.0f ? splat(-126.0f) : x;
+  x = larger(splat(-126.0f), x);
   const vf magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   vf shifted = x + magic;
   vf n = shifted - magic;
@@ -129,30 +138,26 @@ SWA_INLINE void maxima(const vf* a, float* out) {
 // Element types below can be read by columns: one 32-bit word of 16 tokens at a time. PER numbers lie in a word, part<i>
 // widens number i of each word, and place(w, i) is where load2 of the IO type leaves number i of word w.
 #define SWA_COLUMNS 1
-// words[c] becomes word c of each of the 16 vectors.
-SWA_INLINE void transpose(vu* words) {
-  __m512i a[16], b[16];
-  for (int i = 0; i < 16; i++) b[i] = (__m512i)words[i];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_epi32(b[i], b[i + 1]);
-    a[i + 1] = _mm512_unpackhi_epi32(b[i], b[i + 1]);
-  }
+// 16 words from word `at` on of 16 tokens become 16 vectors, `step` words apart. Lanes come together as they are loaded, four
+// tokens to a vector, so only half of a transpose is left to the one port that can shuffle.
+SWA_INLINE void transpose(const uint32_t* const* tokens, int64_t at, uint32_t* to, int64_t step) {
+  __m512i t[4][4];
 #pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
-    b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
-    b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
-    b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
-  }
+  for (int i = 0; i < 4; i++)
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {  // word 4 * lane + i of tokens 0-3, 4-7, 8-11, 12-15
-    __m512i t0 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), t1 = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xdd);
-    __m512i t2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), t3 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xdd);
-    words[i] = (vu)_mm512_shuffle_i32x4(t0, t2, 0x88);
-    words[8 + i] = (vu)_mm512_shuffle_i32x4(t0, t2, 0xdd);
-    words[4 + i] = (vu)_mm512_shuffle_i32x4(t1, t3, 0x88);
-    words[12 + i] = (vu)_mm512_shuffle_i32x4(t1, t3, 0xdd);
+    for (int c = 0; c < 4; c++) {
+      auto part = [&](int j) { return _mm_loadu_si128((const __m128i*)(tokens[j] + at) + c); };
+      __m512i v = _mm512_inserti32x4(_mm512_castsi128_si512(part(i)), part(4 + i), 1);
+      t[c][i] = _mm512_inserti32x4(_mm512_inserti32x4(v, part(8 + i), 2), part(12 + i), 3);
+    }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++, to += 4 * step) {
+    __m512i low01 = _mm512_unpacklo_epi32(t[c][0], t[c][1]), high01 = _mm512_unpackhi_epi32(t[c][0], t[c][1]);
+    __m512i low23 = _mm512_unpacklo_epi32(t[c][2], t[c][3]), high23 = _mm512_unpackhi_epi32(t[c][2], t[c][3]);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low01, low23));
+    _mm512_storeu_si512(to + step, _mm512_unpackhi_epi64(low01, low23));
+    _mm512_storeu_si512(to + 2 * step, _mm512_unpacklo_epi64(high01, high23));
+    _mm512_storeu_si512(to + 3 * step, _mm512_unpackhi_epi64(high01, high23));
   }
 }
 #endif
@@ -292,16 +297,6 @@ struct Fp8 {  // e4m3fn: sign, 4 bits of exponent (bias 7), 3 bits
   }
   static SWA_INLINE void load2(const T* p, vf& a, vf& b) { a = widen(p); b = widen(p + VL); }
 };
-
-#if defined(SWA_COLUMNS)
-// The first `n` numbers of 16 words; zeros after them.
-template <class E>
-SWA_INLINE vu words_tail(const typename E::T* p, int n) {
-  uint64_t mask = (1ull << n) - 1;  // n < 64
-  if (sizeof(typename E::T) == 2) return (vu)_mm512_maskz_loadu_epi16((__mmask32)mask, p);
-  return (vu)_mm512_maskz_loadu_epi32((__mmask16)mask, p);
-}
-#endif
 
 // The last chunk of a row whose head_dim is no multiple of CHUNK: `n` elements, zeros after them.
 template <class E>
