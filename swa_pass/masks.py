@@ -101,6 +101,7 @@ def prove(
     keys: Any = None,
     memo: dict[Node, Field] | None = None,
     fills: bool = False,
+    biased: bool = False,
 ) -> Mask:
     """Decides about a mask tensor of shape (..., queries, keys).
 
@@ -112,6 +113,7 @@ def prove(
         memo: fields already read in this graph.
         fills: the keys are a window of slots that fill from its end, and positions are counted from the first slot. The
             mask must hide the slots that hold nothing yet; `Mask.seen` is the number of tokens that it counts with.
+        biased: an additive mask may add any finite numbers (a position bias) to the scores of what it shows.
     """
     tensor = read(mask, memo)
     if not 2 <= tensor.ndim <= 4:
@@ -120,7 +122,7 @@ def prove(
     key = Lin(0) if is_one(keys) else Lin.symbol("k")
     index = (*map(Lin.symbol, INDEXES[:2]), query, key)[-tensor.ndim :]
     value = broadcast_at(tensor, index)
-    formula = _visible(value)
+    formula = _visible(_without_bias(value) if biased else value)
     if isinstance(formula, Mask):
         return _picked(value, query_offset + query, key_offset + key) or formula
     if not fills:
@@ -181,6 +183,17 @@ def _implied(formula: Formula) -> list[AtLeastZero]:
         if _hides(formula.a):
             return _implied(negation(formula.condition)) + _implied(formula.b)
     return []
+
+
+def _without_bias(value: Formula) -> Formula:
+    """The condition under which an additive mask does not hide a key, whatever it adds then. A mask that hides nothing
+    by itself comes back as it is."""
+    shown: Formula | None = None
+    while isinstance(value, Select) and (_hides(value.a) or _hides(value.b)):
+        condition = value.condition if _hides(value.b) else negation(value.condition)
+        shown = condition if shown is None else conjunction(shown, condition)
+        value = value.a if _hides(value.b) else value.b
+    return value if shown is None else shown
 
 
 def _hides(value: Formula) -> bool:

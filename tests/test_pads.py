@@ -13,7 +13,7 @@ MIN = torch.finfo(torch.float32).min
 
 
 class Biased(Layer):
-    """Scores with a bias for each query, key and head; `sinks` of each query; pads are hidden only by `eager`."""
+    """Scores with a bias for each query, head and distance, from a table of each query; `sinks` of each query."""
 
     repeat = True
     form = "sdpa"  # the bias is in the mask; "added": after the scale; "after": after the mask
@@ -21,19 +21,34 @@ class Biased(Layer):
     biases = 1
     causal = True
     hides = MIN
+    by = "distance"  # or what a ring cannot give: "index" of the key, "width" of the read, mean of "keys", "hiding" one
 
-    def bias(self, q, width, n=0):
-        return torch.sin(q.sum(-1, keepdim=True) + torch.arange(width) + n)
+    def bias(self, q, keys, lengths, n=0):
+        table = torch.sin(q.sum(-1, keepdim=True) + torch.arange(W + 3) + n) * 2.0
+        width, query = keys.shape[2], lengths[0] + torch.arange(q.shape[2])[:, None]
+        first = torch.clamp(lengths[0] - (self.window - 1), min=0) if self.window else 0
+        away = query - (first + torch.arange(width)[None])
+        if self.by == "index":
+            away = torch.arange(width)[None]
+        elif self.by == "width":
+            away = torch.arange(q.shape[2])[:, None] + width - q.shape[2] - torch.arange(width)[None]
+        elif self.by == "keys":
+            table = table + keys.mean()
+        bias = table.gather(-1, away.clamp(0, W + 2).expand(*q.shape[:3], width))
+        if self.by == "hiding":
+            bias = torch.where(torch.arange(width)[None] == 1, MIN, bias)
+        return bias.masked_fill((away < 0) | (away >= W + 3), 0.0)
 
     def mask(self, lengths, new, width, shown):
+        self.lengths = lengths
         visible = super().mask(lengths, new, width, shown)
         if not self.causal:
             visible = visible | ~super().mask(lengths, new, width, 0)
         return visible
 
     def attention(self, q, keys, values, mask):
-        keys, values, width = self.heads(keys), self.heads(values), keys.shape[2]
-        bias = sum(self.bias(q, width, n) for n in range(self.biases))
+        keys, values = self.heads(keys), self.heads(values)
+        bias = sum(self.bias(q, keys, self.lengths, n) for n in range(self.biases))
         if self.form == "sdpa":
             mask = torch.where(mask, bias, self.hides)
             return torch.nn.functional.scaled_dot_product_attention(q, keys, values, attn_mask=mask, scale=0.3)
@@ -42,10 +57,11 @@ class Biased(Layer):
             scores = scores + mask + bias
         else:
             for n in range(self.biases):
-                scores = scores + self.bias(q, width, n)
+                scores = scores + self.bias(q, keys, self.lengths, n)
             scores = scores + mask
         if self.sinks:
-            scores = torch.cat([scores, q.sum(-1, keepdim=True)], -1)
+            sinks = q.sum(-1, keepdim=True)
+            scores = torch.cat([scores, sinks + keys.mean() if self.by == "keys" else sinks], -1)
         weights = torch.softmax(scores, -1)
         return torch.matmul(weights[..., :-1] if self.sinks else weights, values)
 
@@ -107,6 +123,17 @@ REFUSED = [
     pytest.param({"hides": -100.0}, "additive mask holds values", id="hides-too-little"),
     pytest.param({"form": "after"}, "", id="a-bias-outside-the-mask"),
     pytest.param({"form": "added", "biases": 2}, "more than one tensor", id="two-biases"),
+    pytest.param({"by": "index"}, "the distance of query and key", id="bias-by-key-index"),
+    pytest.param({"by": "width"}, "the distance of query and key", id="bias-by-number-of-keys"),
+    pytest.param({"by": "keys"}, "the distance of query and key", id="bias-from-keys"),
+    pytest.param({"form": "added", "by": "index"}, "the distance of query and key", id="added-bias-by-key-index"),
+    pytest.param({"form": "added", "by": "width"}, "the distance of query and key", id="added-bias-by-number-of-keys"),
+    pytest.param({"by": "hiding"}, "the distance of query and key", id="bias-that-hides-by-index"),
+    pytest.param(
+        {"form": "added", "by": "hiding"}, "the distance of query and key", id="added-bias-that-hides-by-index"
+    ),
+    pytest.param({"form": "added", "by": "keys", "sinks": True, "biases": 0}, "sinks", id="sinks-from-keys"),
+    pytest.param({"window": 0, "by": "width"}, "the distance of query and key", id="linear-bias-by-number-of-keys"),
 ]
 
 
@@ -135,11 +162,13 @@ def test_a_chunk_is_not_told_about_pads():
 
     class Chunked(Biased):
         def mask(self, lengths, new, width, shown):
+            self.lengths = lengths
             query, key = lengths[0] + torch.arange(new)[:, None], torch.arange(width)[None]
             return ((key <= query) & (key // 4 == query // 4))[None, None].expand(B, 1, new, width)
 
     for form in ("sdpa", "added"):
         _, rewrite, _ = rewritten(Chunked(window=0, form=form), inputs())
+        assert [(f.refusal, f.mask.kind) for f in rewrite.findings] == [("", "chunked")]
         assert (rewrite.fused, rewrite.padded) == ((), ())
 
 

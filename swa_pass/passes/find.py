@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
 from torch.fx import GraphModule, Node
 
 from ..formula import Field, Lin, is_one
 from ..graph import example, has_side_effect, integer, op_name, shape_of
-from ..masks import Mask, implied, prove, unknown
+from ..masks import Mask, prove, unknown
 from ..patterns import AttentionSite, kv_view
 from ..patterns.kv_view import KVView
+from .bias import Extras
 from .verdict import Verdict, attentions, outermost
 
 
@@ -42,18 +42,22 @@ def find_sites(gm: GraphModule) -> list[Finding]:
     memo: dict[Node, Field] = {}  # one mask per layer type: read once, not once per layer
     verdicts: dict[tuple[object, ...], Mask] = {}
     findings = []
-    for idiom, site in attentions(gm):
-        keys, values = kv_view.find(site.key), kv_view.find(site.value)
+    found = [(idiom, site, kv_view.find(site.key), kv_view.find(site.value)) for idiom, site in attentions(gm)]
+    extras = Extras({site.node for _, site, keys, values in found if keys and values}, memo)
+    for idiom, site, keys, values in found:
         if keys is None or values is None:
             continue  # not an attention on our cache (a vision tower, cross attention)
-        extra = site.extra
+        extra, in_mask = site.extra, False
         problem = idiom.validate(replace(site, extra="")) or _mismatch(site, keys, values)
         mask = unknown(problem) if problem else _prove_once(site, keys, memo, verdicts)
         if not problem and mask.kind == "unknown":
-            biased = _biased(site, keys, memo)
-            mask, extra = (mask, extra) if biased is None else (biased, "a position bias is part of the mask")
+            biased = _prove_once(site, keys, memo, verdicts, biased=True)
+            if not biased.refused:
+                mask, extra, in_mask = biased, "a position bias is part of the mask", True
         if not mask.refused:
-            problem = problem or _wrong_window(mask, keys)
+            problem = (
+                problem or _wrong_window(mask, keys) or (extra and extras.problem(site, in_mask, _distance(site, keys)))
+            )
         findings.append(Finding(site, mask, problem, keys.layer, keys, values, extra))
     return _without_other_readers(outermost(findings))
 
@@ -86,37 +90,30 @@ def _reader_past(sites: set[Node], view: Node) -> str:
 
 
 def _prove_once(
-    site: AttentionSite, keys: KVView, memo: dict[Node, Field], verdicts: dict[tuple[object, ...], Mask]
+    site: AttentionSite,
+    keys: KVView,
+    memo: dict[Node, Field],
+    verdicts: dict[tuple[object, ...], Mask],
+    biased: bool = False,
 ) -> Mask:
     queries = shape_of(site.query)[2]
     skipped = integer(shape_of(keys.new)[2] - queries)  # a model may ask only for the last tokens of a prompt
     if skipped is None:
         return unknown(f"{queries} queries of {shape_of(keys.new)[2]} new tokens: which ones is not known")
     where = (site.mask, keys.query_offset + skipped, keys.key_offset)
-    if where not in verdicts:
-        verdicts[where] = prove(
-            site.mask, keys.query_offset + skipped, keys.key_offset, queries, shape_of(keys.node)[2], memo
-        )
-    return verdicts[where]
+    known = (*where, biased)
+    if known not in verdicts:
+        verdicts[known] = prove(*where, queries, shape_of(keys.node)[2], memo, biased=biased)
+    return verdicts[known]
 
 
-def _biased(site: AttentionSite, keys: KVView, memo: dict[Node, Field]) -> Mask | None:
-    """The verdict about an additive mask that adds numbers to the scores: from what it hides for certain.
-
-    More keys may be hidden, which a ring does not mind. None: it does not even hide what comes after the query.
-    """
+def _distance(site: AttentionSite, keys: KVView) -> Lin:
+    """Absolute position of query "q" minus that of key "k"; an axis of size 1 has only the index 0."""
     skipped = integer(shape_of(keys.new)[2] - shape_of(site.query)[2])
-    if skipped is None or example(site.mask).dtype == torch.bool:
-        return None
-    one = {name: is_one(size) for name, size in zip("qk", (shape_of(site.query)[2], shape_of(keys.node)[2]))}
-    query, key = (Lin(0) if one[name] else Lin.symbol(name) for name in "qk")
-    distance = keys.query_offset + skipped + query - keys.key_offset - key
-    bounds = implied(site.mask, memo)
-    causal = [bound for bound in bounds if (bound - distance).is_const and (bound - distance).const <= 0]
-    reach = [(bound + distance).const for bound in bounds if (bound + distance).is_const]
-    if not causal:
-        return None
-    return Mask("full") if not reach else Mask("sliding", window=min(reach) + 1) if min(reach) >= 0 else None
+    assert skipped is not None  # the mask was proven
+    sizes = {"q": shape_of(site.query)[2], "k": shape_of(keys.node)[2]}
+    query, key = (Lin(0) if is_one(size) else Lin.symbol(name) for name, size in sizes.items())
+    return keys.query_offset + skipped + query - keys.key_offset - key
 
 
 def _mismatch(site: AttentionSite, keys: KVView, values: KVView) -> str:

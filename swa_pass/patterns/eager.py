@@ -173,7 +173,7 @@ def _read_sinks(scores: Any, drops_column: bool, found: dict[str, Any]) -> Any:
     while isinstance(sinks, Node) and op_name(sinks) in ("expand", "reshape", *_TRANSPARENT):
         sinks = sinks.args[0]
     if not isinstance(sinks, Node) or [str(s) for s in shape_of(sinks)] != [str(shape_of(parts[0])[1])]:
-        sinks, found["extra"] = None, "the sinks are not one number per head"
+        sinks, found["query_sinks"], found["extra"] = None, sinks, "the sinks are not one number per head"
     column = shape_of(parts[1])
     if column[-1] != 1:
         raise Stop(f"{column[-1]} columns of sinks were added, one is known")
@@ -258,6 +258,7 @@ def _without_bias(scores: Any, found: dict[str, Any]) -> Any:
     if len(holding) != 1 or any(op_name(through(term)) == "add" for term in holding):
         raise Stop("more than one tensor (a position bias) is added to the masked scores")
     found["extra"] = "a second tensor (a position bias) is added to the scores"
+    (found["bias"],) = (term for term in total.args[:2] if term is not holding[0])
     return holding[0]
 
 

@@ -18,7 +18,8 @@ class AttentionSite:
     mask_at: the node that takes the mask.
     problem: what `match` saw that this idiom does not allow (empty: nothing).
     extra: what else goes into the scores or the softmax, for which fused attention has no argument (empty: nothing). It
-    is finite, so that the mask alone says which keys are hidden.
+    is finite, so that the mask alone says which keys are hidden: `bias` is added to the scores, `query_sinks` is a
+    logit of each query in the denominator.
     """
 
     node: Node
@@ -36,3 +37,5 @@ class AttentionSite:
     mask_at: Node | None = None
     problem: str = ""
     extra: str = ""
+    bias: Node | None = None
+    query_sinks: Node | None = None
