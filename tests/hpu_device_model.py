@@ -11,7 +11,8 @@ from collections import Counter
 import fakehpu  # noqa: F401  (the device)
 import torch
 from helpers import MUTATED, TOLERANCE, W, tiny, with_window
-from test_lower_hpu import Inner, logits_of
+from hpu_compiler import Inner
+from test_lower_hpu import logits_of
 
 import swa_pass
 from swa_pass.api import runtime_of

@@ -312,15 +312,6 @@ class StoreLayer(CacheLayerMixin):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx, in_place=beam_idx.numel() == self.batch_size)
 
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.k is not None:
-            self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if self.k is not None:
-            rows = indices.nonzero().flatten() if indices.dtype == torch.bool else indices
-            self.select_rows(torch.as_tensor(rows))
-
     # ------------------------------------------------------------------ snapshots
 
     def state(self) -> LayerState:

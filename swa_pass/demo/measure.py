@@ -148,7 +148,7 @@ def copy_of_first_cache(model: Any) -> Iterator[list[Any]]:
 
 def repeat_rows(cache: Any, rows: int) -> Any:
     """A cache that read one row, made to hold `rows` equal ones, in place. Returns it."""
-    if all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
+    if isinstance(cache, HybridCache) or all(hasattr(layer, "batch_repeat_interleave") for layer in cache.layers):
         cache.batch_repeat_interleave(rows)
     else:  # static layers know only the protocol of beam search
         cache.reorder_cache(torch.zeros(rows, dtype=torch.int64))

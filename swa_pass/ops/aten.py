@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .torch_masked import slot_positions
+from .torch_masked import slot_positions, visible
 
 #: Score of a key that is not visible: its weight is exactly 0 beside any visible one. Not -inf, so that a pad, which
 #: sees nothing, is some finite number and not NaN (no query ever looks at it).
@@ -135,17 +135,14 @@ def _attention(
     # Heads that share keys are more queries, on one axis from here to the end, and what all heads share is repeated by
     # `cat`. A reshape that joins or splits axes of unknown size in a view costs guards, which not every size fulfils.
     mine = q.reshape(rows, kv_heads, group * queries, dim)
-    at = new[:, new.shape[1] - queries :, None]
+    at = new[:, new.shape[1] - queries :]
     scores = []
     for keys, _, positions in parts:
         some = torch.matmul(mine, keys.transpose(2, 3)).float() * scale
         if softcap > 0:
             some = torch.tanh(some / softcap) * softcap
-        key = positions[:, None]
-        visible = (key >= (0 if starts is None else starts[:, None, None])) & (key <= at)
-        if window:
-            visible = visible & (key > at - window)
-        scores.append(torch.where(torch.cat([visible] * group, 1)[:, None], some, HIDDEN))
+        seen = visible(positions, at, starts, None, window)
+        scores.append(torch.where(torch.cat([seen] * group, 1)[:, None], some, HIDDEN))
     if sinks is not None:
         per_group = sinks.float().view(1, kv_heads, group, 1, 1).unbind(2)
         scores.append(torch.cat([sink.expand(rows, -1, queries, -1) for sink in per_group], 2))

@@ -17,39 +17,21 @@ one index, as `hpu_backend` wants it to work in place; rows that do not have one
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import aten, checks, schema, torch_ops
+from . import aten, checks, torch_ops
 from .hpu_kernel import FusedAttention, fused_attention, matmul_attention
 from .paged import window_of
 from .quant import dequantise, rounded
-from .torch_masked import slot_positions
+from .takeover import Takeover
+from .torch_masked import slot_positions, visible
 
 #: Queries that go through attention at a time. No mask is ever longer than this on the query side.
 QUERY_BLOCK = 4096
-
-_lock = threading.Lock()
-_tried = False
-
-
-def take_over(device: torch.device) -> bool:
-    """For the default implementations: True if, and only if, this call just registered these functions for `device`."""
-    global _tried
-    if _tried or device.type != "hpu":
-        return False
-    with _lock:
-        if _tried:
-            return False
-        key = torch._C._dispatch_key_for_device(device.type)
-        for name, function in FUNCTIONS.items():
-            schema.library.impl(name, function, key)
-        _tried = True
-    return True
 
 
 def view(
@@ -146,8 +128,8 @@ def attend(
         if not first:
             k, v, key = _with_new((k, v, key), k_new, v_new, lengths, begin, end, window)
         query = lengths[:, None] + torch.arange(begin, end, device=q.device)
-        visible = _visible(key, query, starts, None if new_lengths is None else lengths + new_lengths, window)
-        parts.append(_attention(q[:, :, begin - skipped : end - skipped], k, v, visible, scale, softcap, sinks))
+        sees = visible(key, query, starts, None if new_lengths is None else lengths + new_lengths, window)
+        parts.append(_attention(q[:, :, begin - skipped : end - skipped], k, v, sees, scale, softcap, sinks))
     out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     out = _spoilt(out, lengths, new_lengths, tokens, capacity, window, _write, _together)
     if _write and not first:
@@ -166,6 +148,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "attend": attend,
     "attend_append": attend_append,
 }
+
+take_over = Takeover("hpu", FUNCTIONS)
 
 
 def _known(condition: Any) -> bool:
@@ -204,26 +188,14 @@ def _with_new(
     return torch.cat([old[0], k_new], 2), torch.cat([old[1], v_new], 2), torch.cat([old[2], at], 1)
 
 
-def _visible(key: Tensor, query: Tensor, starts: Tensor | None, ends: Tensor | None, window: int) -> Tensor:
-    """(B, queries, keys): whether the query at a position (B, queries) sees the key at one (B, keys).
-
-    starts, ends: (B,), positions before and from which on a row has no tokens.
-    """
-    key, query = key[:, None], query[:, :, None]
-    visible = (key >= (0 if starts is None else starts[:, None, None])) & (key <= query)
-    if window > 0:
-        visible = visible & (key > query - window)
-    return visible if ends is None else visible & (query < ends[:, None, None])
-
-
 def _attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float, sinks: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, sees: Tensor, scale: float, softcap: float, sinks: Tensor | None
 ) -> Tensor:
     """Zeros for a query that sees nothing; what no query sees may hold anything."""
-    unseen = visible.any(1).logical_not()[:, None, :, None]
+    unseen = sees.any(1).logical_not()[:, None, :, None]
     k, v = k.masked_fill(unseen, 0), v.masked_fill(unseen, 0)
-    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device)
-    bias = bias.masked_fill(visible.logical_not(), torch.finfo(q.dtype).min)[:, None]
+    bias = torch.zeros(sees.shape, dtype=q.dtype, device=q.device)
+    bias = bias.masked_fill(sees.logical_not(), torch.finfo(q.dtype).min)[:, None]
     fused = _fused()
     # The plugin says that FusedSDPA is not for graphs of unknown sizes.
     fits = q.dtype != torch.float64 and all(isinstance(n, int) for n in (*q.shape, *k.shape))
@@ -231,7 +203,7 @@ def _attention(
         out = fused(q, k, v, bias, scale=scale, causal=False, fast_softmax=False, recompute=True)
     else:
         out = matmul_attention(None, q, k, v, bias, scale=scale, softcap=softcap or None, sinks=sinks)
-    return out.masked_fill(visible.any(2).logical_not()[:, None, :, None], 0)
+    return out.masked_fill(sees.any(2).logical_not()[:, None, :, None], 0)
 
 
 @functools.cache

@@ -24,6 +24,19 @@ def slot_positions(lengths: Tensor, capacity: int, window: int) -> Tensor:
     return torch.where(slots <= last, slots, torch.full_like(slots, -1))
 
 
+def visible(key: Tensor, query: Tensor, starts: Tensor | None, ends: Tensor | None, window: int) -> Tensor:
+    """(B, queries, keys): whether the query at a position (B, queries) sees the key at one (B or 1, keys).
+
+    A key at a negative position is none.  starts, ends: (B,), not negative: positions before and from which on a row
+    has no tokens; None: there are no such positions.
+    """
+    key, query = key[:, None], query[:, :, None]
+    seen = (key >= (0 if starts is None else starts[:, None, None])) & (key <= query)
+    if window > 0:
+        seen = seen & (key > query - window)
+    return seen if ends is None else seen & (query < ends[:, None, None])
+
+
 def attend(
     q: Tensor,
     k_new: Tensor,
@@ -42,7 +55,7 @@ def attend(
     batch, heads, queries, dim = q.shape
     kv_heads, tokens = k_new.shape[1:3]
     skipped = tokens - queries  # the queries are the last of the new tokens
-    start = torch.zeros_like(lengths) if starts is None else starts
+    starts = None if starts is None else starts.clamp(min=0)
     count = torch.full_like(lengths, tokens) if new_lengths is None else new_lengths
     old = slot_positions(lengths, k_store.shape[2], window)
     compute = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -51,21 +64,18 @@ def attend(
         mine = slice(i - skipped, end - skipped)
         first_new = max(0, i - window + 1) if window > 0 else 0
         fresh = torch.arange(first_new, end, device=q.device)
-        key = torch.cat([old, lengths[:, None] + fresh], 1)[:, None, :]
-        query = (lengths[:, None] + torch.arange(i, end, device=q.device))[:, :, None]
-        limit = (lengths + count)[:, None, None]
-        visible = (key >= start[:, None, None]) & (key >= 0) & (key <= query) & (query < limit)
-        if window > 0:
-            visible = visible & (key > query - window)
+        key = torch.cat([old, lengths[:, None] + fresh], 1)
+        query = lengths[:, None] + torch.arange(i, end, device=q.device)
+        sees = visible(key, query, starts, lengths + count, window)
         # 0 * NaN is NaN: what no query sees may hold anything, so it is replaced before it is multiplied.
-        seen = visible.any(1)[:, None, :, None]
+        seen = sees.any(1)[:, None, :, None]
         k = torch.cat([k_store, k_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
         v = torch.cat([v_store, v_new[:, :, first_new:end]], 2).to(compute).masked_fill(~seen, 0)
         packed = q[:, :, mine].to(compute).reshape(batch, kv_heads, heads // kv_heads * (end - i), dim)
         scores = torch.matmul(packed, k.transpose(2, 3)).view(batch, heads, end - i, k.shape[2]) * scale
         if softcap > 0:
             scores = softcap * torch.tanh(scores / softcap)
-        scores = scores.masked_fill(~visible[:, None], float("-inf"))
+        scores = scores.masked_fill(~sees[:, None], float("-inf"))
         top = scores.amax(-1, keepdim=True)
         if sinks is not None:
             top = torch.maximum(top, sinks.to(compute)[:, None, None])

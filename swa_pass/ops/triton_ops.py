@@ -9,32 +9,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import threading
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import checks, schema
-
-_lock = threading.Lock()
-_tried = False
-
-
-def take_over(device: torch.device) -> bool:
-    """For the default implementations: True if, and only if, this call just registered the kernels for `device`."""
-    global _tried
-    if _tried or device.type != "cuda":
-        return False
-    with _lock:
-        if _tried:
-            return False
-        _tried = True
-        if os.environ.get("SWA_PASS_KERNEL") == "torch" or importlib.util.find_spec("triton") is None:
-            return False
-        for name, function in (("append", append), ("attend", attend), ("attend_append", attend_append)):
-            schema.library.impl(name, function, "CUDA")
-    return True
+from . import checks
+from .takeover import Takeover
 
 
 def _needs_twin(*tensors: Tensor) -> bool:
@@ -106,3 +87,10 @@ def append(
     _check_lengths("append", k_new, k_store, lengths, new_lengths, window)
     with torch.cuda.device_of(k_store):
         launch.append(k_new, v_new, k_store, v_store, lengths, window, new_lengths, **scales)
+
+
+def _ready() -> bool:
+    return os.environ.get("SWA_PASS_KERNEL") != "torch" and importlib.util.find_spec("triton") is not None
+
+
+take_over = Takeover("cuda", {"append": append, "attend": attend, "attend_append": attend_append}, _ready)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import fakehpu  # noqa: F401  (the device)
 import torch
-from gaudi_stock import Inner
 from habana_frameworks.torch.hpex.kernels.FusedSDPA import calls
+from hpu_compiler import Inner
 from test_ops_common import Case, make_case, same_values
 
 import swa_pass

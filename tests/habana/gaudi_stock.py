@@ -6,33 +6,12 @@ import importlib
 from typing import Any
 
 import torch
-from functorch.compile import make_boxed_func
 from gaudi_helpers import gaudi
 from gaudi_models import FAMILIES, W
-from torch._dynamo.backends.common import aot_autograd
+from hpu_compiler import Inner
 from torch._dynamo.utils import counters
 
 import swa_pass
-
-
-class Inner:
-    """What hpu_backend is before its own passes: AOTAutograd that keeps mutations of inputs. Keeps the graphs that it
-    gets, and those that come out of AOTAutograd."""
-
-    def __init__(self) -> None:
-        self.graphs: list[Any] = []
-        self.lowered: list[Any] = []
-
-    def __call__(self, gm: Any, inputs: Any, **options: Any) -> Any:
-        self.graphs.append(gm)
-
-        def compiler(graph: Any, example: Any) -> Any:
-            self.lowered.append(graph)
-            return make_boxed_func(graph.forward)
-
-        return aot_autograd(fw_compiler=compiler, inference_compiler=compiler, keep_inference_input_mutations=True)(
-            gm, inputs
-        )
 
 
 def stock(family: str, references: dict[str, Any], *, window: int = W, device: str = "cpu") -> Any:

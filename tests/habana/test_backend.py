@@ -8,7 +8,8 @@ import pytest
 import torch
 from gaudi_helpers import distance, generate, step_logits
 from gaudi_models import MUTATED, NEW, TOLERANCE, W, inputs_of
-from gaudi_stock import Inner, compiled, operators, sliding_stores, stock
+from gaudi_stock import compiled, operators, sliding_stores, stock
+from hpu_compiler import Inner
 from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
 
