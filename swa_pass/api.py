@@ -15,8 +15,9 @@ import torch
 from .backends import compile_after, for_gaudi, inner_compiler
 from .cache import DEFAULT_SLACK, HybridCache
 from .cache.store import kv_dtype_of
-from .capture import discover, first_line
+from .capture import first_line
 from .compat import cache_argument, check_transformers
+from .discover import discover
 from .graph_report import GraphReport, explain_graph
 from .hooks import forward_slot
 from .lending import Rings

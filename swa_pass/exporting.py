@@ -33,12 +33,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from .api import check_model, runtime_of
 from .cache import DEFAULT_SLACK
-from .capture import CaptureError, discover, first_line
+from .capture import first_line
 from .compat import Cache, CacheLayerMixin, cache_argument
+from .discover import discover
 from .graph import is_metadata_check, op_name, shape_of
 from .hooks import Watch, hooked
 from .ops import aten
 from .passes import rewrite_graph
+from .probe import CaptureError
 from .render import ranges
 from .spec import LayerSpec
 

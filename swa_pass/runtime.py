@@ -24,12 +24,14 @@ from torch import Tensor
 
 from .backends import inner_compiler, prepare
 from .cache import HybridCache
-from .capture import CaptureError, call, discover, first_line, own_code
+from .capture import call, first_line, own_code
 from .compat import CACHE_NAMES, cache_argument, joint_states, ready_for_hidden_states, state_layers, tracing
+from .discover import discover
 from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
 from .passes import Rewrite, counts_from_first, rewrite_graph
 from .pieces import compile_in_pieces
+from .probe import CaptureError
 from .spec import LayerSpec
 
 #: Arguments that a compiled step takes as they are. Anything else that is set (images, labels, ...) runs eager.

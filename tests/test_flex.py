@@ -15,8 +15,9 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import swa_pass
 from swa_pass.api import missing_for_inductor
-from swa_pass.capture import ProbeCache, own_code
+from swa_pass.capture import own_code
 from swa_pass.passes import Finding, find_sites
+from swa_pass.probe import ProbeCache
 
 W = 8
 
