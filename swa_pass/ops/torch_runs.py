@@ -2,8 +2,9 @@
 
 Softmax attention over a set of keys can be computed over its parts and merged with the parts' log-sum-exp (the
 identity behind flash attention, Dao et al. 2022). So nothing is gathered and no L x L mask exists: the visible keys
-are at most two contiguous runs of the ring and the new tokens, each run is read in place, and only the edge of the
-window, one block of queries wide, needs a (small) mask. L new tokens cost O(L * window).
+are at most two contiguous runs of the ring and the new tokens, and each run is read in place. Once the window moves,
+queries go by bands (bands.py), or, where the kernel under SDPA lacks something, by blocks of which only the edge of the
+window needs a (small) mask. L new tokens cost O(L * window).
 """
 
 from __future__ import annotations
@@ -12,9 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .bands import FLASH, attend_bands
+
 QUERY_BLOCK = 128  # queries of one block once the window moves; 128 beat 64 and 256 for windows of 128 to 1024
 MANUAL_SCORES = 1 << 24  # scores (numbers, fp32) that the explicit path may hold at a time
-FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+MAX_KEYS = 4096  # keys of one product there
 
 Part = tuple[Tensor, Tensor]  # (out, log-sum-exp): (B, H, Q, Dv) and (B, H, Q) float32
 
@@ -84,21 +87,21 @@ def _explicit_part(q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float
     return out, lse
 
 
-def _fused_part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, visible: Tensor | None) -> Part:
+def _fused_part(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Part:
     batch, heads, tokens, dim = q.shape
-    value_dim = v.shape[3]
-    if value_dim < dim:  # the fused kernel wants one head_dim
-        v = F.pad(v, (0, dim - value_dim))
-    mask = None
-    if visible is not None:
-        mask = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, float("-inf"))
-    if mask is None and not causal and heads != k.shape[1]:
+    value_dim, v = v.shape[3], _widened(v, dim)
+    if not causal and heads != k.shape[1]:
         # all queries of a group see all keys: pack the group's heads as queries, so that keys are read once
         out, lse = FLASH(q.reshape(batch, k.shape[1], -1, dim), k, v, 0.0, False, scale=scale)
         out, lse = out.reshape(batch, heads, tokens, -1), lse.reshape(batch, heads, tokens)
     else:
-        out, lse = FLASH(q, k, v, 0.0, causal, attn_mask=mask, scale=scale)
+        out, lse = FLASH(q, k, v, 0.0, causal, scale=scale)
     return out[..., :value_dim], lse
+
+
+def _widened(v: Tensor, dim: int) -> Tensor:
+    """The kernel under SDPA wants one head_dim."""
+    return F.pad(v, (0, dim - v.shape[3])) if v.shape[3] < dim else v
 
 
 def _band(first_query: int, end_query: int, first_key: int, end_key: int, start: int, window: int) -> Tensor:
@@ -123,29 +126,59 @@ def attend_rows(
 
     The queries are the last Q of the new tokens.
     """
-    batch, heads, queries, dim = q.shape
-    skipped = rows.k_new.shape[2] - queries
-    length, window, value_dim = rows.length, rows.window, out.shape[3]
-    fused = softcap <= 0 and q.dtype != torch.float64
-    fused = fused and (value_dim == dim or (value_dim < dim and count > 16))
-    max_keys = 1 << 62 if fused else 4096
-    explicit_block = max(1, MANUAL_SCORES // max(1, batch * heads * min(max_keys, length + count)))
+    skipped, value_dim, dim = rows.k_new.shape[2] - q.shape[2], out.shape[3], q.shape[3]
+    first = max(skipped, start - rows.length)  # queries before are pads and see nothing
+    takes = value_dim == dim or (value_dim < dim and count > 16)
+    if takes and softcap <= 0 and q.dtype != torch.float64:
+        _attend_fused(q[:, :, first - skipped :], rows, start, first, count, out[:, :, first - skipped :], scale, sinks)
+    else:
+        _attend_explicit(
+            q[:, :, first - skipped :], rows, start, first, count, out[:, :, first - skipped :], scale, softcap, sinks
+        )
 
-    def part(qb: Tensor, k: Tensor, v: Tensor, causal: bool = False, visible: Tensor | None = None) -> Part:
-        if fused:
-            return _fused_part(qb, k, v, scale, causal, visible)
-        if causal:
-            visible = torch.ones(k.shape[2], k.shape[2], dtype=torch.bool).tril_()
-        return _explicit_part(qb, k, v, scale, softcap, visible)
 
-    i = max(skipped, start - length)  # queries before are pads and see nothing
+def _attend_fused(
+    q: Tensor, rows: RowGroup, start: int, first: int, count: int, out: Tensor, scale: float, sinks: Tensor | None
+) -> None:
+    """By the kernel under SDPA. Queries are the new tokens from `first` on; `count` and later are none."""
+    length, window = rows.length, rows.window
+    # Until the window moves (its first key is `start`) causal attention needs no mask.
+    still = count if window == 0 else max(first, min(count, start + window - length))
+    if first < still:
+        mine = q[:, :, : still - first]
+        parts = [_fused_part(mine, k, v, scale, causal=False) for k, v in rows.runs(start, length + first)]
+        new = rows.k_new[:, :, first:still], rows.v_new[:, :, first:still]
+        parts.append(_fused_part(mine, *new, scale, causal=True))
+        out[:, :, : still - first] = _merge(parts, sinks)
+    # Then every window is whole. The first of them reach into the store.
+    inside = min(count, max(still, window - 1))
+    for a, b in ((still, inside), (inside, count)):
+        if a < b:
+            k, v = rows.joined(length + a - window + 1, length + b)
+            queries, place = q[:, :, a - first : b - first], out[:, :, a - first : b - first]
+            attend_bands(queries, k, _widened(v, q.shape[3]), window, scale, sinks, place)
+
+
+def _attend_explicit(
+    q: Tensor,
+    rows: RowGroup,
+    start: int,
+    first: int,
+    count: int,
+    out: Tensor,
+    scale: float,
+    softcap: float,
+    sinks: Tensor | None,
+) -> None:
+    """The same by products and a softmax in float32, blocks of queries at a time."""
+    batch, heads = q.shape[:2]
+    length, window = rows.length, rows.window
+    most = max(1, MANUAL_SCORES // max(1, batch * heads * min(MAX_KEYS, length + count)))
+    i = first
     while i < count:
-        # Until the window moves (its first key is `start`) causal attention needs no mask, whatever the block's size.
         still = count if window == 0 else min(count, start + window - length)
-        block_end = still if i < still else min(count, i + QUERY_BLOCK)
-        if not fused:
-            block_end = min(block_end, i + explicit_block)
-        mine = slice(i - skipped, block_end - skipped)
+        block_end = min(still if i < still else min(count, i + QUERY_BLOCK), i + most)
+        mine = slice(i - first, block_end - first)
         qb = q[:, :, mine]
         first_query, end_query = length + i, length + block_end
         low = max(start, first_query - window + 1) if window > 0 else start  # first key of the first query
@@ -154,15 +187,19 @@ def attend_rows(
         if high > low and high >= first_query:  # a window shorter than the block
             k, v = rows.joined(low, end_query)
             visible = _band(first_query, end_query, low, end_query, start, window)
-            parts.append(part(qb, k, v, visible=visible))
+            parts.append(_explicit_part(qb, k, v, scale, softcap, visible))
         else:
             if high > low:  # edge of the window; one key more, so that each query sees at least one
                 k, v = rows.joined(low, high + 1)
-                parts.append(part(qb, k, v, visible=_band(first_query, end_query, low, high + 1, start, window)))
+                visible = _band(first_query, end_query, low, high + 1, start, window)
+                parts.append(_explicit_part(qb, k, v, scale, softcap, visible))
                 low = high + 1
             for k, v in rows.runs(low, first_query):  # the store, and new tokens before this block
-                for a in range(0, k.shape[2], max_keys):
-                    parts.append(part(qb, k[:, :, a : a + max_keys], v[:, :, a : a + max_keys]))
-            parts.append(part(qb, rows.k_new[:, :, i:block_end], rows.v_new[:, :, i:block_end], causal=True))
+                for a in range(0, k.shape[2], MAX_KEYS):
+                    few = slice(a, a + MAX_KEYS)
+                    parts.append(_explicit_part(qb, k[:, :, few], v[:, :, few], scale, softcap, None))
+            new = rows.k_new[:, :, i:block_end], rows.v_new[:, :, i:block_end]
+            causal = torch.ones(block_end - i, block_end - i, dtype=torch.bool).tril_()
+            parts.append(_explicit_part(qb, *new, scale, softcap, causal))
         out[:, :, mine] = _merge(parts, sinks)
         i = block_end
