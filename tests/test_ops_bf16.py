@@ -22,7 +22,7 @@ from swa_pass.ops import build, reference
 
 __all__ = ["one_thread"]  # a fixture
 
-AVX2, AVX512, AVX512_BF16 = 1, 2, 4  # Features in binding.cpp
+AVX2, AVX512, AVX512_BF16, SLOW_BF16 = 1, 2, 4, 8  # Features in binding.cpp
 
 
 @pytest.fixture
@@ -44,6 +44,7 @@ def test_what_a_processor_gets() -> None:
         (AVX2, b"avx2"),
         (AVX2 | AVX512, b"avx512"),
         (AVX2 | AVX512 | AVX512_BF16, b"avx512bf16"),
+        (AVX2 | AVX512 | AVX512_BF16 | SLOW_BF16, b"avx512"),
         (AVX2 | AVX512_BF16, b"avx2"),  # nonsense, but no reason to run AVX-512
     ):
         assert choice(features) == want

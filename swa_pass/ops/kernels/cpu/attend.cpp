@@ -97,7 +97,13 @@ struct Attention {
     for (int i = 0; i < count; i++) {
       for (int64_t at = 0; at < runs[i].n;) {
         Run piece = runs[i].from(at);
-        piece.n = min64(piece.n, BLOCK - held);
+        if (piece.n > BLOCK - held) {
+          piece.n = BLOCK - held;
+          if (piece.k_after) {  // what comes next is the rest of this run
+            piece.k_after = piece.k + piece.n * piece.k_stride;
+            piece.v_after = piece.v + piece.n * piece.v_stride;
+          }
+        }
         at += piece.n;
         held += piece.n;
         block[pieces++] = piece;

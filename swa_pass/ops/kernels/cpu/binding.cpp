@@ -29,7 +29,7 @@
 namespace {
 
 // What a processor has, as far as variants ask for it.
-enum Features { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4 };
+enum Features { AVX2 = 1, AVX512 = 2, AVX512_BF16 = 4, SLOW_BF16 = 8 };
 
 int machine() {
   int found = 0;
@@ -40,6 +40,8 @@ int machine() {
       __builtin_cpu_supports("avx512dq"))
     found |= AVX512;
   if (__builtin_cpu_supports("avx512bf16")) found |= AVX512_BF16;
+  // On a Sapphire Rapids its product of pairs takes as long as four multiply-adds: widened numbers are twice as fast.
+  if (__builtin_cpu_is("intel")) found |= SLOW_BF16;
 #endif
   return found;
 }
@@ -53,10 +55,12 @@ bool runs_on(const char* name, int features) {
 
 std::atomic<const SwaKernels*> active{nullptr};
 
+bool worth_it(const char* name, int features) { return strcmp(name, "avx512bf16") || !(features & SLOW_BF16); }
+
 // The best variant for a processor with these features, or the one named. Null: no such variant, or it needs more.
 const char* choose(const char* wanted, int features) {
 #define SWA_VARIANT(name) \
-  if ((!wanted || !strcmp(wanted, #name)) && runs_on(#name, features)) return #name;
+  if ((wanted ? !strcmp(wanted, #name) : worth_it(#name, features)) && runs_on(#name, features)) return #name;
 #include "variants.inc"
 #undef SWA_VARIANT
   return nullptr;
@@ -174,17 +178,22 @@ bool run_attend(const Tensor& q, const Tensor& k_new, const Tensor& v_new, const
   int dtype = s.dtype;
 
   // A worker takes several neighbours at a time: what it prefetches beyond the end of one is the start of its next one.
-  int64_t jobs = items * parts, batch_of_jobs = std::clamp<int64_t>(jobs / (8 * threads), 1, 16);
+  // Towards the end fewer, so that no worker waits long for the others.
+  int64_t jobs = items * parts;
+  auto take = [&](int64_t& first, int64_t& end) {
+    first = next.load(std::memory_order_relaxed);
+    do {
+      if (first >= jobs) return false;
+      end = first + std::clamp<int64_t>((jobs - first) / (4 * threads), 1, 16);
+    } while (!next.compare_exchange_weak(first, end, std::memory_order_relaxed));
+    return true;
+  };
 
   swa_team::each(threads, [&](int worker) {
     float* work = work_memory + worker * work_size;
     int64_t job = 0, end = 0;
     while (true) {
-      if (job == end) {
-        job = next.fetch_add(batch_of_jobs, std::memory_order_relaxed);
-        end = std::min(job + batch_of_jobs, jobs);
-        if (job >= jobs) break;
-      }
+      if (job == end && !take(job, end)) break;
       int64_t item = job / parts, part = job++ % parts;
       SwaTask t = task_of(item);
       float* first_state = memory + (parts == 1 ? worker : item * parts) * state_size;

@@ -57,7 +57,10 @@ void* packed_memory(size_t bytes) {
 // Up to how many rows the kernels are used. At 64 they still take a third of oneDNN's time on a Xeon without bf16
 // instructions. With them oneDNN is good at many rows; 16 is a cautious guess, not measured.
 int64_t max_rows(at::ScalarType dtype) {
-  return dtype == at::kBFloat16 && !strcmp(swa_pass_variant(), "avx512bf16") ? 16 : SWA_LINEAR_MAX_ROWS;
+#if defined(__x86_64__)
+  if (dtype == at::kBFloat16 && __builtin_cpu_supports("avx512bf16")) return 16;
+#endif
+  return SWA_LINEAR_MAX_ROWS;
 }
 
 bool fits(const Tensor& x, const Tensor& weight, const Maybe& bias) {
