@@ -125,6 +125,12 @@ def tracing(config: Any) -> AbstractContextManager[Any]:
     return torch._dynamo.config.patch(ignore_logging_functions=ignored)
 
 
+def is_traced() -> bool:
+    """Whether the code that asks becomes part of a graph, Dynamo's or torch.export's. (`torch.compiler.is_compiling()`
+    is true for every thread while one of them records a forward, see recording.py.)"""
+    return torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+
 def output_cache(output: Any) -> Any:
     """The cache in a model or generate output, under either name."""
     for name in CACHE_NAMES:
@@ -164,6 +170,7 @@ __all__ = [
     "cache_argument",
     "check_transformers",
     "generate_cache_key",
+    "is_traced",
     "joint_states",
     "mixed_layers",
     "output_cache",

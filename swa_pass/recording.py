@@ -16,7 +16,6 @@ tensor that came into being behind torch's back.
 
 from __future__ import annotations
 
-import copy
 import operator
 import time
 from collections.abc import Iterator
@@ -65,14 +64,13 @@ def record(model: Any, forward: Any) -> GraphModule:
     arguments = probe_arguments(model, forward)
     if Watch(model).sees():
         raise NotRecorded("submodules have forward hooks")
-    twin = _twin(model, {})
-    if getattr(forward, "__self__", None) is not model:
+    if not isinstance(forward, MethodType) or not isinstance(forward.__self__, nn.Module):
         raise NotRecorded("the forward is not the model's own method")
-    on_twin = MethodType(forward.__func__, twin)
     started = time.perf_counter()
     fakes = FakeTensorMode()
     recorder = Recorder(fakes)
     try:
+        on_twin = _of_twin(forward, {})
         with torch.inference_mode(False), torch.no_grad(), quiet_capture(), _as_if_compiling(), fakes, recorder:
             result = on_twin(**arguments)
         gm = recorder.finish(result)
@@ -144,6 +142,8 @@ class Recorder(TorchFunctionMode):
         args, kwargs = tree_map_only(Tensor, self.nodes.__getitem__, (args, kwargs))
         args, kwargs = tree_map_only(type, lambda kind: _DTYPES.get(kind, kind), (args, kwargs))
         name = getattr(func, "__name__", "")
+        if name == "__set__":
+            raise NotRecorded("the forward sets an attribute of a tensor")
         if name == "__get__":  # a property that is a tensor: x.T
             return self.graph.call_function(getattr, (args[0], func.__self__.__name__))
         if getattr(Tensor, name, None) is not func:
@@ -188,13 +188,20 @@ def _twin(module: nn.Module, memo: dict[int, nn.Module]) -> nn.Module:
         return memo[id(module)]
     twin = memo[id(module)] = object.__new__(type(module))
     for name, value in vars(module).items():
-        if type(value) in (dict, list, set):
-            value = copy.copy(value)
-        elif isinstance(value, MethodType) and value.__self__ is module:
-            value = MethodType(value.__func__, twin)
-        elif name == "forward":
+        if name == "forward" and not isinstance(value, MethodType):
             raise NotRecorded(f"{type(module).__name__} has a forward that somebody put there")
-        twin.__dict__[name] = value
-    children = module._modules.items()
-    twin.__dict__["_modules"] = {name: child and _twin(child, memo) for name, child in children}
+        twin.__dict__[name] = _of_twin(value, memo)
     return twin
+
+
+def _of_twin(value: Any, memo: dict[int, nn.Module]) -> Any:
+    """An attribute, with the twins of the modules in it."""
+    if isinstance(value, nn.Module):
+        return _twin(value, memo)
+    if isinstance(value, MethodType) and isinstance(value.__self__, nn.Module):
+        return MethodType(value.__func__, _twin(value.__self__, memo))
+    if type(value) in (list, tuple, set):
+        return type(value)(_of_twin(each, memo) for each in value)
+    if type(value) is dict:
+        return {key: _of_twin(each, memo) for key, each in value.items()}
+    return value

@@ -25,7 +25,15 @@ from torch import Tensor
 from .backends import inner_compiler, prepare
 from .cache import HybridCache
 from .capture import call, first_line, own_code
-from .compat import CACHE_NAMES, cache_argument, joint_states, ready_for_hidden_states, state_layers, tracing
+from .compat import (
+    CACHE_NAMES,
+    cache_argument,
+    is_traced,
+    joint_states,
+    ready_for_hidden_states,
+    state_layers,
+    tracing,
+)
 from .discover import discover
 from .hooks import Watch, forward_slot, hooked, unhooked_twin
 from .log import logger, say_once
@@ -173,7 +181,7 @@ class Runtime:
     # ------------------------------------------------------------------ a call
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self.stock(*args, **kwargs)
         kwargs = {**dict(zip(self.parameters, args)), **kwargs}
         why_stock = self._why_stock(kwargs)

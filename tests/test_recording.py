@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 import swa_pass
 from swa_pass import discover as discovery
+from swa_pass.api import runtime_of
+from swa_pass.compat import output_cache
 from swa_pass.discover import discover
 from swa_pass.graph import op_name
 from swa_pass.passes import find_sites
@@ -75,7 +78,7 @@ def everything_of(model: nn.Module) -> list[Any]:
 
 def test_the_model_stays_as_it_was() -> None:
     def remembers(module: Any, stock: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
-        module.last = hidden_states
+        module.last = module.friends[0].last = hidden_states
         module.all.append(hidden_states)
         module.by_name["hidden"] = hidden_states
         module.seen.add_(hidden_states.sum())
@@ -85,11 +88,14 @@ def test_the_model_stays_as_it_was() -> None:
     model = changed(remembers)
     attention = model.model.layers[1].self_attn
     attention.register_buffer("seen", torch.zeros(()))
+    attention.friends = [nn.Identity()]  # a module that torch does not know of
+    attention.friends[0].last = None
     attention.last, attention.all, attention.by_name, attention.steps = None, [], {}, 0
     weights = copy.deepcopy(model.state_dict())
     gm = record(model, model.forward)
     assert {finding.mask.window for finding in find_sites(gm)} == {8}
     assert attention.last is None
+    assert attention.friends[0].last is None
     assert (attention.all, attention.by_name, attention.steps) == ([], {}, 0)
     assert not any(isinstance(value, FakeTensor) for value in everything_of(model))
     assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
@@ -140,11 +146,18 @@ class Strange(torch.autograd.Function):
             return x * 2
 
 
+def sets(module: Any, stock: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+    twice = hidden_states * 2
+    twice.data = hidden_states
+    return stock(twice, **kwargs)
+
+
 NOT_RECORDED = {
     branches: "data-dependent|DataDependent|item",
     hides_a_branch: "data-dependent|DataDependent|item",
     maps: "vmap",
     leaves_torch: "no call of torch's",
+    sets: "sets an attribute",
 }
 
 
@@ -201,3 +214,34 @@ def test_nodes_are_those_of_dynamo() -> None:
     assert nodes["zeros"].kwargs["dtype"] is torch.float64
     assert nodes["split"].op == "call_method"
     assert {finding.mask.window for finding in find_sites(gm)} == {8}
+
+
+def test_other_threads_run_as_before() -> None:
+    """A call in another thread must not take the way of traced code while this one records."""
+    stock = tiny("mistral")
+    other = swa_pass.apply(copy.deepcopy(stock), backend="eager")
+    ids = torch.arange(24)[None] % 7
+    with torch.no_grad():
+        cache = output_cache(other(input_ids=ids[:, :20], use_cache=True))
+    runtime = runtime_of(other)
+    assert runtime is not None
+    compiled, seen = runtime.compiled_calls, list[Tensor]()
+
+    def meanwhile(module: Any, stock: Any, hidden_states: Tensor, **kwargs: Any) -> Any:
+        @torch.no_grad()
+        def run() -> None:
+            for step in range(20, 24):
+                seen.append(other(input_ids=ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return stock(hidden_states, **kwargs)
+
+    model = changed(meanwhile)
+    assert {finding.mask.window for finding in find_sites(record(model, model.forward))} == {8}
+    assert len(seen) == 4
+    assert runtime.compiled_calls == compiled + 4
+    assert cache.get_seq_length() == 24
+    expected = stock(input_ids=ids, use_cache=False).logits[:, 20:]
+    torch.testing.assert_close(torch.cat(seen, 1), expected, atol=1e-4, rtol=1e-4)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import Cache
+from ..compat import Cache, is_traced
 from ..spec import LayerSpec
 from .joint import JointLayer, check_state_crop
 from .layers import Clock, StoreLayer
@@ -147,7 +147,7 @@ class HybridCache(Cache):
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         clock = self.clock
-        if layer_idx == clock.first and clock.max_length is not None and not torch.compiler.is_compiling():
+        if layer_idx == clock.first and clock.max_length is not None and not is_traced():
             for layer in self.stores:  # before the first ring moves: a full layer further on must leave all as it was
                 layer.check_limit(key_states.shape[-2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat import CacheLayerMixin
+from ..compat import CacheLayerMixin, is_traced
 from .ring import RingPolicy, capacity_for
 from .snapshot import LayerState, repeated
 from .store import Store, Tokens
@@ -165,7 +165,7 @@ class StoreLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes new keys (B, kv_heads, q, head_dim) and values; returns what the queries may see, in time order."""
-        if torch.compiler.is_compiling():
+        if is_traced():
             return self._update_traced(key_states, value_states)
         return self._update_eager(key_states, value_states)
 
@@ -226,7 +226,7 @@ class StoreLayer(CacheLayerMixin):
 
     def get_seq_length(self) -> Any:
         """Tokens *seen*, not tokens stored: an int, or a 0-dim tensor inside a graph."""
-        if torch.compiler.is_compiling() and self.clock.lengths is not None:
+        if is_traced() and self.clock.lengths is not None:
             return self.clock.lengths[0]
         self._catch_up()
         return self.policy.seen
@@ -245,7 +245,7 @@ class StoreLayer(CacheLayerMixin):
 
     def _counts_from_first(self) -> bool:
         clock = self.clock
-        return torch.compiler.is_compiling() and clock.from_first and self.is_sliding and clock.lengths is not None
+        return is_traced() and clock.from_first and self.is_sliding and clock.lengths is not None
 
     def _first_key(self) -> Tensor:
         assert self.clock.lengths is not None
@@ -253,7 +253,7 @@ class StoreLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: Any) -> tuple[Any, Any]:
         """(number of keys that `update` returns, position of the first)."""
-        if torch.compiler.is_compiling() and self.clock.lengths is not None and self.k is not None:
+        if is_traced() and self.clock.lengths is not None and self.k is not None:
             if not self.is_sliding:
                 return self.k.data.shape[2], 0
             return self.window - 1 + query_length, 0 if self._counts_from_first() else self._first_key()
