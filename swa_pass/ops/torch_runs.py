@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .bands import FLASH, attend_bands
+from .bands import FLASH, attend_bands, band
 
 QUERY_BLOCK = 128  # queries of one block once the window moves; 128 beat 64 and 256 for windows of 128 to 1024
 MANUAL_SCORES = 1 << 24  # scores (numbers, fp32) that the explicit path may hold at a time
@@ -104,14 +104,6 @@ def _widened(v: Tensor, dim: int) -> Tensor:
     return F.pad(v, (0, dim - v.shape[3])) if v.shape[3] < dim else v
 
 
-def _band(first_query: int, end_query: int, first_key: int, end_key: int, start: int, window: int) -> Tensor:
-    """(queries, keys) bool: start <= key, query - window < key <= query, all absolute positions."""
-    query = torch.arange(first_query, end_query)[:, None]
-    key = torch.arange(first_key, end_key)[None, :]
-    visible = (key <= query) & (key >= start)
-    return visible & (key > query - window) if window > 0 else visible
-
-
 def attend_rows(
     q: Tensor,
     rows: RowGroup,
@@ -129,12 +121,11 @@ def attend_rows(
     skipped, value_dim, dim = rows.k_new.shape[2] - q.shape[2], out.shape[3], q.shape[3]
     first = max(skipped, start - rows.length)  # queries before are pads and see nothing
     takes = value_dim == dim or (value_dim < dim and count > 16)
+    q, out = q[:, :, first - skipped :], out[:, :, first - skipped :]
     if takes and softcap <= 0 and q.dtype != torch.float64:
-        _attend_fused(q[:, :, first - skipped :], rows, start, first, count, out[:, :, first - skipped :], scale, sinks)
+        _attend_fused(q, rows, start, first, count, out, scale, sinks)
     else:
-        _attend_explicit(
-            q[:, :, first - skipped :], rows, start, first, count, out[:, :, first - skipped :], scale, softcap, sinks
-        )
+        _attend_explicit(q, rows, start, first, count, out, scale, softcap, sinks)
 
 
 def _attend_fused(
@@ -186,12 +177,12 @@ def _attend_explicit(
         parts: list[Part] = []
         if high > low and high >= first_query:  # a window shorter than the block
             k, v = rows.joined(low, end_query)
-            visible = _band(first_query, end_query, low, end_query, start, window)
+            visible = band(first_query, end_query, low, end_query, start, window)
             parts.append(_explicit_part(qb, k, v, scale, softcap, visible))
         else:
             if high > low:  # edge of the window; one key more, so that each query sees at least one
                 k, v = rows.joined(low, high + 1)
-                visible = _band(first_query, end_query, low, high + 1, start, window)
+                visible = band(first_query, end_query, low, high + 1, start, window)
                 parts.append(_explicit_part(qb, k, v, scale, softcap, visible))
                 low = high + 1
             for k, v in rows.runs(low, first_query):  # the store, and new tokens before this block
